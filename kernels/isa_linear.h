@@ -1,0 +1,118 @@
+/* isa_linear.h - micro-kernels of the linear half: packed weights, quantised activations, rows of floats.
+ *
+ * PACKED WEIGHTS. A matrix [rows][cols] (outputs x inputs) is repacked once at load into panels of 16 output rows,
+ * so that one vector holds the same inputs of 16 outputs and nothing is summed across a vector. Inputs are padded
+ * to a multiple of 32 with weights that count as zero, outputs to a multiple of 16.
+ *
+ * Quantised forms: w = d * q + m with q unsigned, one d (and m) per output row and `group` inputs, f16:
+ *
+ *   P4   q < 16: per panel and 32 inputs, 4 vectors of 64 bytes; byte 4 * r + j of vector v holds input 4 * v + j of
+ *        row r in its low nibble and input 16 + 4 * v + j in its high nibble
+ *   P8   q < 256: 8 vectors of 64 bytes; byte 4 * r + j of vector v is input 4 * v + j of row r
+ *
+ * A panel is all q [n_group][256 or 512 bytes], then d [n_scale][16] f16, then m [n_scale][16] f16 when has_m.
+ * Without m, m = -zero * d (Q8_0: 128, Q4_0: 8, Q5_0: 16, Q6_K: 32), computed in f32 where it is used.
+ *
+ * Float forms: PF32 f32 [cols][16]; PF16 f16 [cols][16]; PBF16 bf16 [cols/2][16][2].
+ *
+ * ACTIVATIONS are quantised once per input row: int8 per 32 inputs, d = absmax / 127, s = d * sum(q).
+ *
+ * THE NUMBER CONTRACT of `mul` for quantised forms, the same in every ISA and for every number of rows, bit for bit:
+ * for each scale k in ascending order, with an exact integer dot i = sum q_w q_a,
+ *     acc = fma((float)i * d_w, d_a, acc);  acc = fma(s_a, m_w, acc).
+ * For float forms the order is fixed per ISA: any number of rows gives the same bits, ISAs differ in rounding.
+ */
+#ifndef SKVD_KERNELS_ISA_LINEAR_H
+#define SKVD_KERNELS_ISA_LINEAR_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define KERN_PANEL 16 /* output rows of a panel */
+#define KERN_GROUP 32 /* inputs that share an activation scale */
+
+enum kern_form { KERN_P4 = 0, KERN_P8, KERN_PF32, KERN_PF16, KERN_PBF16, KERN_FORMS };
+
+struct kern_packed {
+    enum kern_form form;
+    int64_t rows, cols; /* of the matrix, unpadded */
+    int n_panel;        /* ceil(rows / 16) */
+    int n_group;        /* ceil(cols / 32) */
+    int group;          /* inputs per scale: 32, or 16 (Q6_K) */
+    int n_scale;        /* n_group * 32 / group; 0 for float forms */
+    bool has_m;
+    int zero;           /* without m: m = -zero * d */
+    int q_max;          /* largest q: 15, 31, 63 or 255 */
+    size_t q_bytes;     /* of a panel's q (or floats) */
+    size_t panel_bytes; /* of a panel, a multiple of 64 */
+    unsigned char *data; /* [n_panel][panel_bytes], 64-byte aligned */
+};
+
+/* Which copies of the activations a form needs. */
+enum kern_act_need {
+    KERN_NEED_Q8 = 1,   /* q8, d, s, sh */
+    KERN_NEED_Q16 = 2,  /* q16 beside q8 */
+    KERN_NEED_F32 = 4,
+    KERN_NEED_BF16 = 8,
+};
+
+/* Activation rows. A pointer is NULL when no weight needs that copy. Rows are 64-byte aligned. */
+struct kern_act {
+    int n_group;      /* 32-input groups of a row, padded with zeros */
+    int8_t *q8;       /* [rows][n_group * 32] */
+    int16_t *q16;     /* the same values; of each 4 inputs in the order 0 2 1 3 */
+    float *d, *s;     /* [rows][n_group] */
+    float *sh;        /* [rows][2 * n_group]: d * sum over 16 inputs */
+    float *f32;       /* [rows][n_group * 32] */
+    uint16_t *bf16;   /* [rows][n_group * 32] */
+};
+
+struct kern_linear_fns {
+    unsigned need[KERN_FORMS]; /* enum kern_act_need, what `mul` reads for a form */
+
+    /* One panel times n_row activation rows: acc[r][j] = sum over the weight's groups [g0, g0 + a->n_group) of
+     * panel row j, against activation row row0 + r from its first group. acc [n_row][16], 64-byte aligned, is
+     * written, not added to. scratch: at least kern_mul_scratch(w) bytes, 64-byte aligned, one per thread. */
+    void (*mul)(const struct kern_packed *w, int panel, int g0, const struct kern_act *a, int row0, int n_row,
+                float *acc, void *scratch);
+
+    /* Row r of `a` = the n inputs of x in every copy that `a` has; the rest of the last group is zero. */
+    void (*act_set)(struct kern_act *a, int r, const float *x, int n);
+    /* One group of row r of `a` from 32 inputs (the fused MLP writes group by group). */
+    void (*act_set_group)(struct kern_act *a, int r, int group, const float *x);
+
+    /* out = x / sqrt(mean(x^2) + eps) * w, n values. Sum in 16 partial sums, folded by halves. out may be x. */
+    void (*rmsnorm)(const float *x, const float *w, float eps, int n, float *out);
+    /* h[i] = act(gate[i]) * up[i], n a multiple of 16. act: enum kern_act of ops.h. */
+    void (*gated)(int act, const float *gate, const float *up, int n, float *h);
+
+    /* Exact f32: out[i * ldo + j] = w[j] . x[i] for n_w weight rows [n_w][ldw] and n_x inputs [n_x][ldx], f32.
+     * n a multiple of 16; rows are 64-byte aligned. 16 partial sums, folded by halves. */
+    void (*dot_f32)(const float *w, int ldw, int n_w, const float *x, int ldx, int n_x, int n, float *out, int ldo);
+};
+
+/* Fill the entries that the ISA has; call scalar first, then upwards. Only on a CPU that has the ISA. */
+void kern_linear_scalar(struct kern_linear_fns *f);
+void kern_linear_avx2(struct kern_linear_fns *f);
+void kern_linear_avx512(struct kern_linear_fns *f);
+
+static inline const unsigned char *kern_panel_q(const struct kern_packed *w, int panel)
+{
+    return w->data + (size_t)panel * w->panel_bytes;
+}
+static inline const uint16_t *kern_panel_d(const struct kern_packed *w, int panel)
+{
+    return (const uint16_t *)(kern_panel_q(w, panel) + w->q_bytes);
+}
+static inline const uint16_t *kern_panel_m(const struct kern_packed *w, int panel)
+{
+    return kern_panel_d(w, panel) + (size_t)w->n_scale * KERN_PANEL;
+}
+/* Room for one panel unpacked to bytes, and for its scales in f32 (d, m [n_scale][16]). */
+static inline size_t kern_mul_scratch(const struct kern_packed *w)
+{
+    return (size_t)w->n_group * KERN_GROUP * KERN_PANEL + 2 * (size_t)w->n_scale * KERN_PANEL * sizeof(float);
+}
+
+#endif
