@@ -1,0 +1,56 @@
+#!/bin/sh
+# The manual against the programs: every option of `skvd --help`, every command of `skvctl --help`, every public
+# function of libskv is named on its page; the pages are clean under mandoc's lint.
+set -u
+src=${top_srcdir:-$(dirname "$0")/..} build=${top_builddir:-build}
+passed=0 failed=0
+verdict() {
+    if [ -z "$2" ]; then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+        printf 'FAIL: %s\n%s\n' "$1" "$2"
+    fi
+}
+# A page as plain text, one paragraph a line, so that names are not split.
+page() { sed -e 's/\\-/-/g' -e 's/\\(dq/"/g' "$src/man/$1"; }
+# named PAGE REGEX-PREFIX < names: prints those that the page does not have
+missing_in() {
+    text=$(page "$1")
+    while read -r name; do
+        printf '%s\n' "$text" | grep -qE "$2$name([^a-zA-Z0-9_-]|\$)" || echo "$name"
+    done
+}
+
+if [ -x "$build/skvd" ]; then
+    options=$("$build/skvd" --help 2>&1 | grep -oE '(^|[ [])--[a-z][a-z0-9-]+' | sed 's/^[ []*--//' | sort -u)
+    verdict 'skvd --help lists no option' "$([ -n "$options" ] || echo none)"
+    verdict 'options of skvd that skvd.8 does not name' "$(printf '%s\n' "$options" | missing_in skvd.8 'Fl -')"
+fi
+if [ -x "$build/tests/list-methods" ]; then
+    # Each method has a subsection; its arguments are named there, those of its maps anywhere on the page. Methods that
+    # take the same arguments may refer to one another, so an argument may also stand in another method's subsection.
+    methods=$("$build/tests/list-methods")
+    verdict 'methods without a subsection in skvd-protocol.7' \
+        "$(printf '%s\n' "$methods" | grep -v ' ' | missing_in skvd-protocol.7 '^\.Ss ')"
+    verdict 'arguments that skvd-protocol.7 does not name' \
+        "$(printf '%s\n' "$methods" | sed -n 's/^[a-z_]* \(.*\.\)\{0,1\}//p' | sort -u | missing_in skvd-protocol.7 '^\.(It )?Sy (.*[ ,])?')"
+else
+    echo 'tests/list-methods is not built: methods not checked'
+fi
+header=$src/clients/libskv/skv.h
+if [ -f "$header" ]; then
+    functions=$(sed 's|/\*.*\*/||' "$header" "$src/protocol/error.h" | grep -oE '^[a-z].*\bskv_[a-z_]+\(' | grep -oE 'skv_[a-z_]+\(' | tr -d '(' |
+        grep -v '^skv_fail$' | sort -u)
+    verdict 'libskv has no functions' "$([ -n "$functions" ] || echo none)"
+    verdict 'functions of libskv that libskv.3 does not name' "$(printf '%s\n' "$functions" | missing_in libskv.3 '^\.F[no] ')"
+fi
+if [ -n "${MANDOC:-}" ]; then
+    for p in "$src"/man/*.[1-8]; do
+        verdict "mandoc -T lint $p" "$("$MANDOC" -T lint "$p" 2>/dev/null | grep -v 'STYLE: referenced manual not found')"
+    done
+else
+    echo 'mandoc is not installed: pages not linted'
+fi
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]
