@@ -39,7 +39,11 @@ struct tok_job {
     size_t len;
     bool special;
     size_t done;       /* bytes so far: progress */
-    bool not_first;    /* private: "llama" kind, the leading space was handled */
+    /* private, zero at first */
+    bool not_first;    /* "llama" kind: the leading space was handled */
+    bool searched;     /* next is known */
+    size_t next, next_len; /* place and length of the next special token; next == len: none */
+    int32_t next_id;
 };
 int tok_encode_some(const struct tokenizer *t, struct tok_job *job, size_t max_bytes, struct tok_ids *out,
                     struct skv_error *err);
