@@ -146,6 +146,8 @@ struct engine_request {
     /* SET: name = value pairs */
     char *set_name;
     double set_value;
+
+    void *priv; /* the engine's: memory for the END event, so that it can always be sent */
 };
 
 /* A request with every field at its default. Free with engine_request_free unless submitted. */
@@ -193,7 +195,8 @@ struct engine_result {
     int64_t slots_full, slots_kept; /* summed over layers and KV heads */
     int64_t kv_bytes, kv_bytes_full_cache;
     int32_t *score_argmax;   /* SCORE: [n_tokens] the token that was most likely there */
-    float *score_lse;        /* reserved for tools: NULL */
+    struct engine_top *top;  /* SCORE with logprobs n: [n_tokens][n_top] alternatives, most likely first */
+    int n_top;
 };
 
 struct engine_seq_info {

@@ -1,0 +1,164 @@
+/* core.h - the engine's inside, shared by the files of engine/ that run on the engine thread.
+ *
+ * One iteration (step.c): commands -> texts -> admission (sched.c) -> decode step (decode.c) -> a slice of prefill (prefill.c)
+ * -> events (emit.c). Everything but the two mailboxes, the settings marked atomic and the counters belongs to the
+ * engine thread.
+ */
+#ifndef SKVD_ENGINE_CORE_H
+#define SKVD_ENGINE_CORE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "engine/mailbox.h"
+#include "engine/model.h"
+#include "engine/pages.h"
+#include "engine/seq.h"
+#include "engine/stats.h"
+
+#define PREFILL_PACK 32   /* short prompts in one group at most */
+#define DECODE_BATCH_MAX 256
+
+enum cmd_type { CMD_SUBMIT = 0, CMD_CANCEL, CMD_KILL, CMD_PAUSE, CMD_RESUME, CMD_STOP };
+
+struct cmd {
+    struct mail mail; /* first */
+    enum cmd_type type;
+    uint64_t id;
+    struct engine_request *req; /* CMD_SUBMIT: taken */
+    int64_t t_submit;
+};
+
+struct event_mail {
+    struct mail mail; /* first */
+    struct engine_event ev;
+};
+
+/* Prompts that go through the layers together: one long one in tiles, or several short ones in one tile. */
+struct prefill_group {
+    bool active;
+    int n_seq;
+    struct seq *seq[PREFILL_PACK];
+    int row0[PREFILL_PACK]; /* first row of each in the group's state */
+    int n_row, n_tile;
+    int layer, tile;        /* next unit */
+    float *x;               /* [n_row][d_model] hidden states, backend memory */
+};
+
+struct lost_session {
+    uint32_t uid;
+    char name[64];
+};
+#define LOST_SESSIONS 256
+
+struct engine {
+    struct engine_config cfg;
+    struct model model;
+    const struct ops *ops;
+    void *be;
+    struct ops_kv *kv;
+    struct pages *pages;
+    const struct policy *policy; /* the server's */
+    struct policy_params params;
+    struct kvplan plan;
+    const char *dtype;
+    int batch_cap;               /* max_batch at start: what the arrays hold */
+    char detail[256];
+    size_t weight_bytes, work_bytes;
+
+    pthread_t thread;
+    bool thread_started, stopping;
+    struct mailbox commands, events;
+    struct mail *taken_events; /* consumer side: taken but not handed out yet */
+    _Atomic uint64_t next_id;
+    atomic_bool draining, stop_asked;
+    _Atomic int queued;        /* requests in the box, encoding or waiting */
+    struct stats stats;
+
+    struct seq_list seqs;
+    struct prefill_group group[2]; /* [0] long ones and whatever comes, [1] short ones that overtake */
+    bool short_turn;
+    struct lost_session lost[LOST_SESSIONS];
+    int n_lost, lost_at;
+
+    /* one step's flat arrays, at addresses that stay */
+    struct ops_seg *seg;       /* [batch] */
+    struct seq **row_seq;      /* [batch] */
+    int32_t *row_token;        /* [max rows] */
+    int32_t *row_index;        /* [batch] */
+    int32_t *slot;             /* [n_layer][batch][n_kv] */
+    struct kern_rule *rule;    /* [batch] */
+    float *x;                  /* decode hidden states, backend memory [batch][d_model] */
+    float *logits;             /* [batch][n_vocab] */
+    float *logits_copy;        /* [batch][n_vocab] for logprobs: sampling changes the first */
+    float *kept_mass;          /* [n_kv] */
+    int64_t *layer_evicted;    /* [n_layer] slots, ever */
+    int64_t *layer_dropped;    /* [n_layer] of those, what the counters know already */
+    double *layer_mass;        /* [n_layer] running mean, -1 */
+};
+
+int64_t core_now_us(void);
+void core_log(struct engine *e, int level, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
+int core_batch(const struct engine *e);
+static inline size_t core_head(const struct engine *e, int lane, int layer, int head)
+{
+    return ((size_t)lane * e->model.src.dims.n_layer + layer) * e->model.src.dims.n_kv + head;
+}
+
+/* --- command.c --- */
+/* Carry out all commands there are. */
+void command_run_all(struct engine *e);
+
+/* --- text.c: from a request's text to tokens --- */
+/* Encode a bounded amount for the sequences in SEQ_TEXT; those that are done move on, or end with an error. */
+void text_run(struct engine *e);
+bool text_pending(const struct engine *e);
+
+/* --- query.c --- */
+/* Answer a query kind at once (takes the request). */
+void query_answer(struct engine *e, uint64_t id, struct engine_request *take);
+
+/* --- sched.c --- */
+/* Check a fully encoded request and queue it; fails it when it can never run. */
+void sched_enqueue(struct engine *e, struct seq *s);
+/* Give lanes and pages to those whose turn it is. */
+void sched_admit(struct engine *e);
+/* End what is past its deadline, and idle sessions that are too old; returns ms until the next such moment, -1: none. */
+int sched_expire(struct engine *e);
+/* End a sequence's request (its END event goes out) and either keep it as an idle session or free it. */
+void sched_finish(struct engine *e, struct seq *s, enum engine_finish finish, int stop);
+void sched_fail(struct engine *e, struct seq *s, enum skv_code code, const char *fmt, ...)
+    __attribute__((format(printf, 4, 5)));
+/* Drop an idle session; `lost`: its next use is told so. */
+void sched_drop_session(struct engine *e, struct seq *s, bool lost);
+struct seq *sched_find_request(struct engine *e, uint64_t request);
+struct seq *sched_find_sequence(struct engine *e, uint64_t id);
+struct seq *sched_find_session(struct engine *e, uint32_t uid, const char *name);
+/* True, and forgotten, when this session was dropped since. */
+bool sched_session_lost(struct engine *e, uint32_t uid, const char *name);
+
+/* --- prefill.c --- */
+/* Form groups of READY sequences and run units until deadline_us; at least one unit. Returns false when there was nothing. */
+bool prefill_slice(struct engine *e, int64_t deadline_us);
+bool prefill_pending(const struct engine *e);
+/* A sequence leaves (cancel): its rows are skipped from now on. */
+void prefill_leave(struct engine *e, struct seq *s);
+
+/* --- decode.c --- */
+/* One token for each running sequence. Returns how many. */
+int decode_step(struct engine *e);
+/* Choose the first tokens of sequences whose prefill is done, from rows of a hidden state. */
+void decode_first(struct engine *e, struct seq **seq, const int32_t *row, int n, const float *x);
+/* The slot of a new KV pair in every layer and head of one row: step-prepare. slot [n_layer][stride]. */
+void decode_prepare(struct engine *e, struct seq *s, int32_t *slot, size_t stride);
+
+/* --- emit.c --- */
+void emit_token(struct engine *e, struct seq *s, int i, int32_t token, size_t from, size_t len);
+/* The alternatives of a score request's token in hand. */
+void emit_score_top(struct engine *e, struct seq *s);
+void emit_progress(struct engine *e, struct seq *s, enum engine_phase phase, int done, int total);
+void emit_end(struct engine *e, struct seq *s, enum skv_code code, const char *message, enum engine_finish finish, int stop);
+void emit_answer(struct engine *e, struct engine_request *req, uint64_t id, struct engine_answer *take);
+void emit_error(struct engine *e, struct engine_request *req, uint64_t id, const struct skv_error *err);
+
+#endif

@@ -1,0 +1,318 @@
+/* prefill.c - layered prefill: prompts go layer by layer over all their tokens, a unit (one tile of one layer) at a time.
+ *
+ * So the last queries see the whole prompt when a layer is scored, only one sparse layer of full prompt KV exists at a time, a
+ * layer's weights are read once a tile, and the time until the next decode step is bounded by a unit. How the units
+ * fall into steps changes nothing in the results: tiles are cut at multiples of OPS_TILE of the prompt itself.
+ */
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/core.h"
+
+static int seq_rows(const struct seq *s)
+{
+    return s->n_prompt - s->n_kv;
+}
+
+/* ---- groups ------------------------------------------------------------------------------------- */
+
+static int64_t group_loan(const struct prefill_group *g)
+{
+    int64_t sum = 0;
+
+    for (int i = 0; g->active && i < g->n_seq; i++)
+        sum += g->seq[i] != NULL ? g->seq[i]->transient : 0;
+    return sum;
+}
+
+/* May a group that borrows `loan` pages start now, beside the other one? */
+static bool loan_fits(struct engine *e, int64_t loan)
+{
+    int64_t out = group_loan(&e->group[0]) + group_loan(&e->group[1]);
+
+    return pages_reserved(e->pages) + out + loan <= pages_total(e->pages);
+}
+
+static void group_add(struct prefill_group *g, struct seq *s)
+{
+    g->seq[g->n_seq] = s;
+    g->row0[g->n_seq++] = g->n_row;
+    g->n_row += seq_rows(s);
+}
+
+/* Start a group with the first READY sequence; short prompts bring others along, up to a tile. `short_only`: of at most a
+ * tile. */
+static bool group_start(struct engine *e, struct prefill_group *g, bool short_only)
+{
+    struct skv_error err;
+    struct seq *s;
+    int64_t loan = 0, now = core_now_us();
+
+    memset(g, 0, sizeof *g);
+    TAILQ_FOREACH(s, &e->seqs, link) {
+        if (s->state != SEQ_READY || s->paused || (short_only && seq_rows(s) > OPS_TILE))
+            continue;
+        if (g->n_seq > 0 && (g->n_row + seq_rows(s) > OPS_TILE || g->n_seq == PREFILL_PACK))
+            continue;
+        if (!loan_fits(e, loan + s->transient))
+            continue;
+        loan += s->transient;
+        group_add(g, s);
+        if (g->n_row >= OPS_TILE)
+            break;
+    }
+    if (g->n_seq == 0)
+        return false;
+    g->x = e->ops->state_new(e->be, g->n_row, &err);
+    if (g->x == NULL) {
+        for (int i = 0; i < g->n_seq; i++)
+            sched_fail(e, g->seq[i], SKV_INTERNAL, "%s", err.msg);
+        return false;
+    }
+    g->active = true;
+    g->n_tile = (g->n_row + OPS_TILE - 1) / OPS_TILE;
+    for (int i = 0; i < g->n_seq; i++) {
+        s = g->seq[i];
+        s->state = SEQ_PREFILL;
+        s->t_prefill = now;
+        stats_hist_add(&e->stats.queue, now - s->t_submit);
+    }
+    return true;
+}
+
+static void group_end(struct engine *e, struct prefill_group *g)
+{
+    e->ops->state_free(e->be, g->x);
+    memset(g, 0, sizeof *g);
+}
+
+void prefill_leave(struct engine *e, struct seq *s)
+{
+    for (int k = 0; k < 2; k++) {
+        struct prefill_group *g = &e->group[k];
+        int left = 0;
+        for (int i = 0; i < g->n_seq; i++) {
+            if (g->seq[i] == s)
+                g->seq[i] = NULL;
+            left += g->seq[i] != NULL;
+        }
+        if (g->active && left == 0)
+            group_end(e, g);
+    }
+}
+
+/* ---- one layer of one sequence ------------------------------------------------------------------- */
+
+/* Before the layer's first tile: slots for the prompt, and what will be scored. */
+static void layer_begin(struct engine *e, struct seq *s, int layer)
+{
+    int n_kv = e->model.src.dims.n_kv, rows = seq_rows(s), most = 0;
+    struct kern_rule *rule = &s->plan.rule[layer];
+
+    for (int h = 0; h < n_kv; h++) {
+        size_t i = core_head(e, s->lane, layer, h);
+        s->slot0[h] = e->kv->len[i];
+        pages_grow(e->pages, s->lane, layer, h, s->slot0[h] + rows);
+        e->kv->len[i] = s->slot0[h] + rows;
+        if (e->kv->len[i] > most)
+            most = e->kv->len[i];
+    }
+    s->score_query = 0;
+    if (rule->budget == 0)
+        return;
+    struct policy_prompt prompt = { .n_slot = most, .n_new = rows,
+                                    .n_tail = s->tail_from >= 0 ? s->n_prompt - s->tail_from : 0 };
+    s->score_query = s->plan.policy->choose(&s->plan.params, &prompt, rule);
+    if (rule->pool_to < 0)
+        rule->pool_to = 0;
+    if (s->score_query > 0)
+        e->ops->score_begin(e->be, s->lane, most);
+}
+
+/* After the layer's last tile, phase 3: choose, gather, free the rest. */
+static void layer_end(struct engine *e, struct seq *s, int layer)
+{
+    const struct kern_rule *rule = &s->plan.rule[layer];
+    int n_kv = e->model.src.dims.n_kv, before = 0, after = 0;
+    bool whole = true;
+
+    if (rule->budget == 0)
+        return;
+    for (int h = 0; h < n_kv; h++) {
+        int len = e->kv->len[core_head(e, s->lane, layer, h)];
+        before += len;
+        whole = whole && len <= rule->budget;
+    }
+    if (rule->use_score || !whole)
+        e->ops->select(e->be, s->lane, layer, rule, s->score_query, e->kept_mass);
+    for (int h = 0; h < n_kv; h++) {
+        size_t i = core_head(e, s->lane, layer, h);
+        after += e->kv->len[i];
+        pages_trim(e->pages, s->lane, layer, h, e->kv->len[i]);
+        /* One slot above what is kept: the new pair is there while the step's victim is chosen. */
+        e->kv->cap[i] = (whole ? rule->budget : e->kv->len[i]) + 1;
+        e->kv->victim[i] = -1;
+        if (rule->use_score && !whole) {
+            double *m = &e->layer_mass[layer];
+            *m = *m < 0 ? (double)e->kept_mass[h] : *m * 0.99 + 0.01 * (double)e->kept_mass[h];
+        }
+    }
+    e->layer_evicted[layer] += before - after;
+}
+
+/* ---- units -------------------------------------------------------------------------------------------- */
+
+/* The segments of one tile. A tile is a run of rows of one long sequence, or several short ones whole. */
+static int tile_segments(struct engine *e, struct prefill_group *g, int row_from, int row_to)
+{
+    int n = 0;
+
+    for (int i = 0; i < g->n_seq; i++) {
+        struct seq *s = g->seq[i];
+        if (s == NULL)
+            continue;
+        int first = g->row0[i], last = first + seq_rows(s);
+        int from = first > row_from ? first : row_from, to = last < row_to ? last : row_to;
+        if (from >= to)
+            continue;
+        int done = from - first;
+        int32_t *slot0 = s->slot0 + e->model.src.dims.n_kv; /* second half: this tile's */
+        for (int h = 0; h < e->model.src.dims.n_kv; h++)
+            slot0[h] = s->slot0[h] + done;
+        int scored = last - s->score_query > from ? last - s->score_query : from;
+        e->seg[n++] = (struct ops_seg){ .lane = s->lane, .row0 = from - row_from, .n_row = to - from,
+                                        .pos0 = s->n_kv + done, .slot0 = slot0[0], .head_slot0 = slot0,
+                                        .score_from = s->score_query > 0 ? scored - row_from : to - row_from };
+    }
+    return n;
+}
+
+static void tile_tokens(struct engine *e, const struct prefill_group *g, int row_from, int row_to)
+{
+    memset(e->row_token, 0, (size_t)(row_to - row_from) * sizeof *e->row_token);
+    for (int i = 0; i < g->n_seq; i++) {
+        const struct seq *s = g->seq[i];
+        for (int r = row_from; s != NULL && r < row_to; r++)
+            if (r >= g->row0[i] && r < g->row0[i] + seq_rows(s))
+                e->row_token[r - row_from] = s->tokens.id[s->n_kv + r - g->row0[i]];
+    }
+}
+
+static void unit_forward(struct engine *e, struct prefill_group *g)
+{
+    int from = g->tile * OPS_TILE, to = from + OPS_TILE < g->n_row ? from + OPS_TILE : g->n_row;
+    float *x = g->x + (size_t)from * e->model.src.dims.d_model;
+    struct ops_pass pass = { .n_row = to - from, .token = e->row_token, .seg = e->seg };
+
+    if (g->layer == 0)
+        tile_tokens(e, g, from, to);
+    pass.n_seg = tile_segments(e, g, from, to);
+    if (g->layer == 0)
+        e->ops->embed(e->be, &pass, x);
+    e->ops->attn_in(e->be, g->layer, &pass, x, NULL);
+    e->ops->attn_prefill(e->be, g->layer, &pass);
+    e->ops->attn_out_mlp(e->be, g->layer, &pass, x);
+}
+
+static void group_progress(struct engine *e, struct prefill_group *g)
+{
+    int64_t done = (int64_t)g->layer * g->n_tile + g->tile, all = (int64_t)e->model.src.dims.n_layer * g->n_tile;
+
+    for (int i = 0; i < g->n_seq; i++)
+        if (g->seq[i] != NULL)
+            emit_progress(e, g->seq[i], ENGINE_PREFILL, (int)(done * seq_rows(g->seq[i]) / all), seq_rows(g->seq[i]));
+}
+
+/* All layers are done: the sequences of a group begin their answers. */
+static void group_finish(struct engine *e, struct prefill_group *g)
+{
+    struct seq *done[PREFILL_PACK];
+    int32_t row[PREFILL_PACK];
+    int n = 0;
+
+    group_progress(e, g);
+    for (int i = 0; i < g->n_seq; i++) {
+        struct seq *s = g->seq[i];
+        if (s == NULL)
+            continue;
+        row[n] = g->row0[i] + seq_rows(s) - 1;
+        done[n++] = s;
+        stats_tokens(&e->stats, seq_rows(s), 0);
+    }
+    /* From here on they are not part of the group: an end must not look for it. */
+    float *x = g->x;
+    g->n_seq = 0;
+    g->active = false;
+    g->x = NULL;
+    for (int i = 0; i < n; i++) {
+        done[i]->n_kv = done[i]->n_prompt;
+        done[i]->state = SEQ_DECODE;
+    }
+    decode_first(e, done, row, n, x);
+    e->ops->state_free(e->be, x);
+}
+
+static void unit_run(struct engine *e, struct prefill_group *g)
+{
+    if (g->tile == 0)
+        for (int i = 0; i < g->n_seq; i++)
+            if (g->seq[i] != NULL)
+                layer_begin(e, g->seq[i], g->layer);
+    unit_forward(e, g);
+    if (++g->tile == g->n_tile) {
+        for (int i = 0; i < g->n_seq; i++)
+            if (g->seq[i] != NULL)
+                layer_end(e, g->seq[i], g->layer);
+        g->tile = 0;
+        g->layer++;
+    }
+    if (g->layer == e->model.src.dims.n_layer)
+        group_finish(e, g);
+    else
+        group_progress(e, g);
+}
+
+static bool any_ready(const struct engine *e, bool short_only)
+{
+    const struct seq *s;
+
+    TAILQ_FOREACH(s, &e->seqs, link)
+        if (s->state == SEQ_READY && !s->paused && (!short_only || seq_rows(s) <= OPS_TILE))
+            return true;
+    return false;
+}
+
+bool prefill_pending(const struct engine *e)
+{
+    return e->group[0].active || e->group[1].active || any_ready(e, false);
+}
+
+/* Which group is next: short prompts overtake a long one, but it gets every second unit. */
+static struct prefill_group *next_group(struct engine *e)
+{
+    struct prefill_group *first = &e->group[0], *overtaking = &e->group[1];
+
+    if (!first->active && any_ready(e, false))
+        group_start(e, first, false);
+    if (first->active && first->n_tile > 1 && !overtaking->active && any_ready(e, true))
+        group_start(e, overtaking, true);
+    e->short_turn = !e->short_turn;
+    if (overtaking->active && (!first->active || e->short_turn))
+        return overtaking;
+    return first->active ? first : NULL;
+}
+
+bool prefill_slice(struct engine *e, int64_t deadline_us)
+{
+    bool any = false;
+
+    do {
+        struct prefill_group *g = next_group(e);
+        if (g == NULL)
+            return any;
+        unit_run(e, g);
+        any = true;
+    } while (core_now_us() < deadline_us);
+    return any;
+}

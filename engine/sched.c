@@ -1,0 +1,478 @@
+/* sched.c - who runs: checks, exact admission, sessions, ends.
+ *
+ * Admission reserves what a sequence can need at most, so a running one is never preempted. Order: priority, then the uid
+ * with the fewest running sequences, then arrival. What does not fit now waits; smaller ones may go first, but only
+ * BYPASS_MAX times, so that it is not starved. Pressure falls on idle sessions (least recently used), never on running text.
+ */
+#include <assert.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/core.h"
+
+#define BYPASS_MAX 32
+
+struct seq *sched_find_request(struct engine *e, uint64_t request)
+{
+    struct seq *s;
+
+    TAILQ_FOREACH(s, &e->seqs, link)
+        if (s->request == request)
+            return s;
+    return NULL;
+}
+
+struct seq *sched_find_sequence(struct engine *e, uint64_t id)
+{
+    struct seq *s;
+
+    TAILQ_FOREACH(s, &e->seqs, link)
+        if (s->id == id)
+            return s;
+    return NULL;
+}
+
+struct seq *sched_find_session(struct engine *e, uint32_t uid, const char *name)
+{
+    struct seq *s;
+
+    TAILQ_FOREACH(s, &e->seqs, link)
+        if (s->uid == uid && s->session[0] != '\0' && strcmp(s->session, name) == 0)
+            return s;
+    return NULL;
+}
+
+/* ---- sessions that were dropped ---------------------------------------------------------------- */
+
+static void remember_lost(struct engine *e, const struct seq *s)
+{
+    struct lost_session *l = &e->lost[e->lost_at];
+
+    l->uid = s->uid;
+    memcpy(l->name, s->session, sizeof l->name);
+    e->lost_at = (e->lost_at + 1) % LOST_SESSIONS;
+    if (e->n_lost < LOST_SESSIONS)
+        e->n_lost++;
+}
+
+bool sched_session_lost(struct engine *e, uint32_t uid, const char *name)
+{
+    for (int i = 0; i < e->n_lost; i++)
+        if (e->lost[i].uid == uid && strcmp(e->lost[i].name, name) == 0) {
+            e->lost[i].name[0] = '\0'; /* said once */
+            e->lost[i].uid = UINT32_MAX;
+            return true;
+        }
+    return false;
+}
+
+static void release(struct engine *e, struct seq *s)
+{
+    if (s->lane >= 0)
+        pages_lane_put(e->pages, s->lane);
+    s->lane = -1;
+    pages_unreserve(e->pages, s->reserved);
+    s->reserved = 0;
+}
+
+static void drop(struct engine *e, struct seq *s)
+{
+    release(e, s);
+    TAILQ_REMOVE(&e->seqs, s, link);
+    seq_free(s);
+}
+
+void sched_drop_session(struct engine *e, struct seq *s, bool lost)
+{
+    assert(s->state == SEQ_IDLE);
+    if (lost)
+        remember_lost(e, s);
+    core_log(e, 6, "session ended uid=%u name=\"%s\" tokens=%d", s->uid, s->session, s->n_kv);
+    drop(e, s);
+}
+
+/* ---- ends ------------------------------------------------------------------------------------------ */
+
+/* The request is over and its event is out: keep the sequence as an idle session, or let it go. */
+static void settle(struct engine *e, struct seq *s, bool kv_whole)
+{
+    if (s->state == SEQ_TEXT || s->state == SEQ_WAITING)
+        atomic_fetch_sub(&e->queued, 1);
+    if (s->session[0] == '\0' || s->n_kv == 0 || !kv_whole) {
+        if (s->session[0] != '\0' && s->n_kv > 0)
+            remember_lost(e, s);
+        drop(e, s);
+        return;
+    }
+    if (s->state == SEQ_TEXT || s->state == SEQ_WAITING || s->state == SEQ_READY)
+        s->tokens.n = s->n_before;
+    /* Keep promised what is held; the next request reserves what it needs beyond. */
+    int64_t held = pages_lane_held(e->pages, s->lane);
+    if (s->reserved > held) {
+        pages_unreserve(e->pages, s->reserved - held);
+        s->reserved = held;
+    }
+    seq_end_request(s);
+    s->t_idle = core_now_us();
+}
+
+void sched_finish(struct engine *e, struct seq *s, enum engine_finish finish, int stop)
+{
+    emit_end(e, s, SKV_OK, NULL, finish, stop);
+    atomic_fetch_add_explicit(&e->stats.finished, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&e->stats.reason[finish], 1, memory_order_relaxed);
+    settle(e, s, true);
+}
+
+void sched_fail(struct engine *e, struct seq *s, enum skv_code code, const char *fmt, ...)
+{
+    char msg[SKV_ERROR_MSG];
+    bool in_prefill = s->state == SEQ_PREFILL;
+    size_t from, len;
+    va_list ap;
+
+    va_start(ap, fmt);
+    vsnprintf(msg, sizeof msg, fmt, ap);
+    va_end(ap);
+    if (in_prefill)
+        prefill_leave(e, s);
+    if (s->state == SEQ_DECODE && s->req->kind == ENGINE_GENERATE)
+        seq_text_cut(s, true, &from, &len); /* what was held back belongs to the text that there is */
+    emit_end(e, s, code, msg, ENGINE_FINISH_LENGTH, -1);
+    atomic_fetch_add_explicit(code == SKV_CANCELLED ? &e->stats.cancelled : &e->stats.failed, 1, memory_order_relaxed);
+    settle(e, s, !in_prefill);
+}
+
+/* ---- entering the queue ------------------------------------------------------------------------------- */
+
+static int pin_ranges(struct seq *s, struct kern_range **out, struct skv_error *err)
+{
+    const struct engine_request *r = s->req;
+    int n = 0, from = 0;
+
+    *out = malloc(((size_t)r->n_pin + 1) * sizeof **out);
+    if (*out == NULL)
+        return skv_fail(err, SKV_INTERNAL, "no memory");
+    if (r->pin_system && s->system_to > s->n_before)
+        (*out)[n++] = (struct kern_range){ 0, from = s->system_to };
+    for (int i = 0; i < r->n_pin; i++) {
+        if (r->pin[i].from < 0 || r->pin[i].to <= r->pin[i].from || r->pin[i].to > s->tokens.n ||
+            (i > 0 && r->pin[i].from < r->pin[i - 1].to)) {
+            skv_fail(err, SKV_BAD_REQUEST,
+                     "pin[%d] is [%d, %d]; ranges must be ascending, not overlap, and lie in the prompt's %d tokens", i,
+                     r->pin[i].from, r->pin[i].to, s->tokens.n);
+            free(*out);
+            *out = NULL;
+            return -1;
+        }
+        if (r->pin[i].to > from) /* what the system turn covers already is cut off */
+            (*out)[n++] = (struct kern_range){ r->pin[i].from > from ? r->pin[i].from : from, r->pin[i].to };
+    }
+    return n;
+}
+
+static bool kv_asked(const struct engine_kv_options *o)
+{
+    return o->policy != NULL || o->budget != -1 || o->sink != -1 || o->recent != -1 || o->alpha != -1 || o->pool != -1 ||
+           o->pool_kind != -1 || o->full_layers != -1;
+}
+
+static int make_plan(struct engine *e, struct seq *s, struct skv_error *err)
+{
+    const struct engine_kv_options *o = &s->req->kv;
+    const struct policy *policy = e->policy;
+    struct policy_params params = e->params;
+    struct kern_range *pin = NULL;
+    int n_pin;
+
+    if (o->dtype != NULL && strcmp(o->dtype, e->dtype) != 0)
+        return skv_fail(err, SKV_BAD_REQUEST, "kv.dtype \"%s\": this server's KV cache is %s (its --kv-dtype decides)", o->dtype,
+                        e->dtype);
+    if (o->policy != NULL && (policy = policy_find(o->policy)) == NULL)
+        return skv_fail(err, SKV_BAD_REQUEST, "kv.policy \"%s\" is none of %s", o->policy, policy_names());
+    if (kv_asked(o)) {
+        struct policy base = *policy;
+        if (policy == e->policy)
+            base.defaults = e->params;
+        if (policy_resolve(&base, o, e->model.src.dims.max_context, &params, SKV_BAD_REQUEST, err) < 0)
+            return -1;
+    }
+    n_pin = pin_ranges(s, &pin, err);
+    if (n_pin < 0)
+        return -1;
+    int r = kvplan_init(&s->plan, policy, &params, pin, n_pin, &e->model.src.dims, err);
+    free(pin);
+    s->has_plan = r == 0;
+    return r;
+}
+
+static int check_session_plan(const struct seq *s, struct skv_error *err)
+{
+    if (kv_asked(&s->req->kv) || s->req->n_pin > 0)
+        return skv_fail(err, SKV_BAD_REQUEST,
+                        "session \"%s\" began with policy %s; kv and pin can be given with its first request only", s->session,
+                        s->plan.policy->name);
+    return 0;
+}
+
+/* Lengths, limits, and what must be reserved. */
+static int check_size(struct engine *e, struct seq *s, struct skv_error *err)
+{
+    int context = e->model.src.dims.max_context, n_new = s->tokens.n - s->n_kv;
+    int answer = s->req->kind == ENGINE_SCORE ? s->cont.n : s->req->max_tokens;
+
+    if (n_new < 1)
+        return skv_fail(err, SKV_BAD_REQUEST, "the prompt is empty: there is nothing to continue from");
+    if (s->req->kind == ENGINE_SCORE && s->cont.n < 1)
+        return skv_fail(err, SKV_BAD_REQUEST, "the continuation is empty: there is nothing to score");
+    if (s->tokens.n > context)
+        return skv_fail(err, SKV_CONTEXT_OVERFLOW, "the prompt has %d tokens%s; the context is %d tokens (--context decides)",
+                        s->tokens.n, s->n_kv > 0 ? " with its session's" : "", context);
+    s->n_prompt = s->tokens.n;
+    /* The last token of an answer needs no KV, so it may lie at the position after the last. */
+    s->at_context = answer > context - s->n_prompt + 1;
+    s->n_max = s->at_context ? context - s->n_prompt + 1 : answer;
+    if (s->req->kind == ENGINE_SCORE && s->at_context)
+        return skv_fail(err, SKV_CONTEXT_OVERFLOW, "prompt and continuation have %d tokens; the context is %d tokens",
+                        s->n_prompt + answer, context);
+    return 0;
+}
+
+static int64_t wanted_pages(const struct engine *e, const struct seq *s)
+{
+    int64_t n = (int64_t)s->n_prompt + s->n_max, context = e->model.src.dims.max_context;
+
+    return kvplan_pages(&s->plan, n < context ? n : context);
+}
+
+static int64_t wanted_transient(const struct seq *s)
+{
+    int64_t past = s->n_kv, most = kvplan_max_budget(&s->plan) + 1;
+
+    if (past > most)
+        past = most * s->plan.n_kv < s->n_kv ? most * s->plan.n_kv : past; /* heads that compete may differ */
+    return kvplan_transient(&s->plan, past + s->n_prompt - s->n_kv);
+}
+
+/* All memory that the answer's tokens and choices need is taken here, so that a running sequence takes none. */
+static int take_memory(struct engine *e, struct seq *s, struct skv_error *err)
+{
+    const struct engine_request *r = s->req;
+    struct engine_sampling sampling = r->sampling;
+    int cap = s->n_prompt + s->n_max + 1;
+    int32_t *p = realloc(s->tokens.id, (size_t)cap * sizeof *p);
+
+    if (p != NULL) {
+        s->tokens.id = p;
+        s->tokens.cap = cap;
+    }
+    if (s->slot0 == NULL)
+        s->slot0 = malloc(2 * (size_t)e->model.src.dims.n_kv * sizeof *s->slot0);
+    if (!sampling.seed_set)
+        sampling.seed = (uint64_t)core_now_us() * 0x9e3779b97f4a7c15u ^ s->request;
+    if (r->kind == ENGINE_GENERATE)
+        s->sampler = sampler_new(&sampling, e->model.src.dims.n_vocab);
+    if (p == NULL || s->slot0 == NULL || (r->kind == ENGINE_GENERATE && s->sampler == NULL))
+        return skv_fail(err, SKV_INTERNAL, "no memory for a sequence of %d tokens", cap);
+    for (int i = s->n_prompt > 64 ? s->n_prompt - 64 : 0; s->sampler != NULL && i < s->n_prompt; i++)
+        sampler_accept(s->sampler, s->tokens.id[i]);
+    return 0;
+}
+
+void sched_enqueue(struct engine *e, struct seq *s)
+{
+    struct skv_error err;
+    int64_t need, total = pages_total(e->pages);
+    double kib = (double)e->kv->page.bytes / 1024;
+
+    if (check_size(e, s, &err) < 0 || (s->has_plan ? check_session_plan(s, &err) : make_plan(e, s, &err)) < 0 ||
+        take_memory(e, s, &err) < 0) {
+        sched_fail(e, s, err.code, "%s", err.msg);
+        return;
+    }
+    s->transient = wanted_transient(s);
+    need = wanted_pages(e, s) + s->transient;
+    if (need > total) {
+        sched_fail(e, s, SKV_TOO_LARGE,
+                   "%d prompt and %d answer tokens need %.0f KiB of KV memory under policy %s; there are %.0f KiB "
+                   "(--kv-memory decides; a shorter prompt, a smaller max_tokens or kv.budget needs less)",
+                   s->n_prompt, s->n_max, (double)need * kib, s->plan.policy->name, (double)total * kib);
+        return;
+    }
+    s->state = SEQ_WAITING;
+}
+
+/* ---- admission ---------------------------------------------------------------------------------------------- */
+
+static int running_of(const struct engine *e, uint32_t uid)
+{
+    const struct seq *s;
+    int n = 0;
+
+    TAILQ_FOREACH(s, &e->seqs, link)
+        n += s->uid == uid && seq_active(s);
+    return n;
+}
+
+/* The next in turn that was not tried in this round (`tried` marks). */
+static struct seq *best_waiting(struct engine *e, const struct seq *const *tried, int n_tried)
+{
+    struct seq *s, *best = NULL;
+    int best_running = 0;
+
+    TAILQ_FOREACH(s, &e->seqs, link) {
+        bool skip = s->state != SEQ_WAITING || s->paused;
+        for (int i = 0; i < n_tried && !skip; i++)
+            skip = tried[i] == s;
+        if (skip)
+            continue;
+        int running = running_of(e, s->uid);
+        if (best == NULL || s->req->priority > best->req->priority ||
+            (s->req->priority == best->req->priority && running < best_running)) {
+            best = s;
+            best_running = running;
+        }
+    }
+    return best;
+}
+
+static struct seq *oldest_session(struct engine *e)
+{
+    struct seq *s, *oldest = NULL;
+
+    TAILQ_FOREACH(s, &e->seqs, link)
+        if (s->state == SEQ_IDLE && (oldest == NULL || s->t_idle < oldest->t_idle))
+            oldest = s;
+    return oldest;
+}
+
+/* The largest loan that a sequence which is admitted but not prefilled may still ask for. */
+static int64_t open_transient(const struct engine *e)
+{
+    const struct seq *s;
+    int64_t most = 0;
+
+    TAILQ_FOREACH(s, &e->seqs, link)
+        if ((s->state == SEQ_READY || s->state == SEQ_PREFILL) && s->transient > most)
+            most = s->transient;
+    return most;
+}
+
+static bool try_admit(struct engine *e, struct seq *s)
+{
+    int64_t more = wanted_pages(e, s) - s->reserved, loan = open_transient(e);
+    int lane = s->lane;
+
+    if (more < 0)
+        more = 0;
+    if (s->transient > loan)
+        loan = s->transient;
+    if (pages_reserved(e->pages) + more + loan > pages_total(e->pages))
+        return false;
+    if (lane < 0 && (lane = pages_lane_get(e->pages)) < 0)
+        return false;
+    if (!pages_reserve(e->pages, more)) /* cannot be: it was just counted */
+        return false;
+    s->lane = lane;
+    s->reserved += more;
+    s->state = SEQ_READY;
+    atomic_fetch_sub(&e->queued, 1);
+    return true;
+}
+
+static bool admit_with_pressure(struct engine *e, struct seq *s)
+{
+    while (!try_admit(e, s)) {
+        struct seq *idle = oldest_session(e);
+        if (idle == NULL)
+            return false;
+        sched_drop_session(e, idle, true);
+    }
+    return true;
+}
+
+/* Waiting sessions can hold memory that each other needs. When nothing runs and the first in turn does not fit, the last one that
+ * holds something is given up, said so to its client: the first fits the pool alone, so it then runs. */
+static bool break_standstill(struct engine *e, struct seq *const *blocked, int n)
+{
+    for (int i = n - 1; i > 0; i--) {
+        struct seq *s = blocked[i];
+        if (s->lane < 0)
+            continue;
+        char name[sizeof s->session];
+        memcpy(name, s->session, sizeof name);
+        s->session[0] = '\0'; /* so that it is not kept */
+        sched_fail(e, s, SKV_NOT_FOUND,
+                   "session \"%s\" had to be ended: its memory was needed (--kv-memory decides); send the whole conversation again",
+                   name);
+        return true;
+    }
+    return false;
+}
+
+static void note_bypass(struct seq *const *blocked, int n)
+{
+    for (int i = 0; i < n; i++)
+        blocked[i]->bypassed++;
+}
+
+void sched_admit(struct engine *e)
+{
+    struct seq *blocked[16], *s;
+    int n_blocked = 0, active = 0;
+
+    TAILQ_FOREACH(s, &e->seqs, link)
+        active += seq_active(s);
+    while (active < core_batch(e) && n_blocked < 16) {
+        s = best_waiting(e, (const struct seq *const *)blocked, n_blocked);
+        if (s == NULL && active == 0 && break_standstill(e, blocked, n_blocked)) {
+            n_blocked = 0;
+            continue;
+        }
+        if (s == NULL)
+            return;
+        if (admit_with_pressure(e, s)) {
+            note_bypass(blocked, n_blocked);
+            active++;
+        } else if (s->bypassed >= BYPASS_MAX) {
+            return; /* its turn is next, whatever is behind it */
+        } else {
+            blocked[n_blocked++] = s;
+        }
+    }
+}
+
+/* ---- time ------------------------------------------------------------------------------------------------- */
+
+static void sooner(int64_t at, int64_t now, int *ms)
+{
+    int64_t left = (at - now + 999) / 1000;
+
+    if (left < 0)
+        left = 0;
+    if (*ms < 0 || left < *ms)
+        *ms = left > 3600000 ? 3600000 : (int)left;
+}
+
+int sched_expire(struct engine *e)
+{
+    int64_t now = core_now_us(), idle_us = (int64_t)e->cfg.session_idle_s * 1000000;
+    struct seq *s, *next;
+    int ms = -1;
+
+    for (s = TAILQ_FIRST(&e->seqs); s != NULL; s = next) {
+        next = TAILQ_NEXT(s, link);
+        if (s->request != 0 && s->deadline != 0 && now >= s->deadline)
+            sched_fail(e, s, SKV_DEADLINE, "not finished within the %lld ms that deadline_ms allows",
+                       (long long)s->req->deadline_ms);
+        else if (s->request != 0 && s->deadline != 0)
+            sooner(s->deadline, now, &ms);
+        else if (s->state == SEQ_IDLE && idle_us > 0 && now - s->t_idle >= idle_us)
+            sched_drop_session(e, s, true);
+        else if (s->state == SEQ_IDLE && idle_us > 0)
+            sooner(s->t_idle + idle_us, now, &ms);
+    }
+    return ms;
+}

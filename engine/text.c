@@ -1,0 +1,180 @@
+/* text.c - from a request's text to tokens, a bounded piece at a time, so that a huge prompt never holds up a step. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/core.h"
+
+#define TEXT_BYTES_STEP 65536 /* of all texts together in one step: a few milliseconds */
+
+static int push_token(struct tok_ids *ids, int32_t id, struct skv_error *err)
+{
+    if (ids->n == ids->cap) {
+        int cap = ids->cap > 0 ? 2 * ids->cap : 64;
+        int32_t *p = realloc(ids->id, (size_t)cap * sizeof *p);
+        if (p == NULL)
+            return skv_fail(err, SKV_INTERNAL, "no memory for %d tokens", cap);
+        ids->id = p;
+        ids->cap = cap;
+    }
+    ids->id[ids->n++] = id;
+    return 0;
+}
+
+static int push_tokens(const struct engine *e, struct tok_ids *ids, const int32_t *id, int n, const char *what,
+                       struct skv_error *err)
+{
+    int vocab = tok_vocab(e->model.tok);
+
+    for (int i = 0; i < n; i++) {
+        if (id[i] < 0 || id[i] >= vocab)
+            return skv_fail(err, SKV_BAD_REQUEST, "%s[%d] is %d; token ids of this model are 0 to %d", what, i, id[i],
+                            vocab - 1);
+        if (push_token(ids, id[i], err) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* Make the list of pieces to encode. A plain text is one piece. */
+static int begin(struct engine *e, struct seq *s, struct skv_error *err)
+{
+    struct engine_request *r = s->req;
+    bool fresh = s->n_kv == 0 && s->tokens.n == 0;
+
+    if (r->n_tokens >= 0)
+        return push_tokens(e, &s->tokens, r->tokens, r->n_tokens, "tokens", err);
+    if (r->n_messages >= 0) {
+        if (e->model.chat == NULL)
+            return skv_fail(err, SKV_BAD_REQUEST, "messages need a chat template: %s", e->model.chat_error.msg);
+        return chat_render(e->model.chat, r->messages, r->n_messages, r->add_generation_prompt, !fresh, &s->pieces, err);
+    }
+    s->pieces.piece = calloc(1, sizeof *s->pieces.piece);
+    if (s->pieces.piece == NULL)
+        return skv_fail(err, SKV_INTERNAL, "no memory");
+    s->pieces.n = 1;
+    s->pieces.piece[0] = (struct chat_piece){ .s = r->text.s, .len = r->text.len,
+                                              .special = r->kind == ENGINE_TOKENIZE ? r->special : !r->raw };
+    r->text.s = NULL; /* the piece owns it now */
+    if (r->kind == ENGINE_TOKENIZE ? r->bos : fresh && !r->raw && tok_add_bos(e->model.tok))
+        if (tok_bos(e->model.tok) >= 0)
+            return push_token(&s->tokens, tok_bos(e->model.tok), err);
+    return 0;
+}
+
+/* Marks of a rendered chat: where the system turn ends, where the last message and the closing header begin. */
+static void mark_piece(struct seq *s, const struct chat_piece *p)
+{
+    if (p->last_message && s->last_from < 0)
+        s->last_from = s->tokens.n;
+    if (!p->last_message && s->last_from >= 0 && s->tail_from < 0)
+        s->tail_from = s->tokens.n;
+}
+
+/* Encode up to *budget bytes. 1: all done, 0: more to do, -1: failed. */
+static int encode_some(struct engine *e, struct seq *s, size_t *budget, struct skv_error *err)
+{
+    if (s->pieces.n == 0 && s->piece == 0 && begin(e, s, err) < 0)
+        return -1;
+    while (s->piece < s->pieces.n) {
+        struct chat_piece *p = &s->pieces.piece[s->piece];
+        if (s->job.text == NULL) {
+            mark_piece(s, p);
+            s->job = (struct tok_job){ .text = p->s, .len = p->len, .special = p->special };
+        }
+        size_t before = s->job.done;
+        int r = p->len == 0 ? 1 : tok_encode_some(e->model.tok, &s->job, *budget, &s->tokens, err);
+        if (r < 0)
+            return -1;
+        *budget -= s->job.done - before < *budget ? s->job.done - before : *budget;
+        if (r == 0)
+            return 0;
+        if (p->system)
+            s->system_to = s->tokens.n;
+        memset(&s->job, 0, sizeof s->job);
+        s->piece++;
+        if (*budget == 0 && s->piece < s->pieces.n)
+            return 0;
+    }
+    return 1;
+}
+
+/* The continuation of a score request: short, encoded at once. */
+static int encode_continuation(struct engine *e, struct seq *s, struct skv_error *err)
+{
+    struct engine_request *r = s->req;
+    size_t n;
+
+    if (r->has_cont_text) {
+        if (tok_encode(e->model.tok, r->cont_text.s, r->cont_text.len, false, &s->cont, err) < 0)
+            return -1;
+    } else if (push_tokens(e, &s->cont, r->cont_tokens, r->n_cont_tokens, "continuation", err) < 0) {
+        return -1;
+    }
+    n = s->cont.n > 0 ? (size_t)s->cont.n : 1;
+    s->cont_lp = calloc(n, sizeof *s->cont_lp);
+    s->cont_best = calloc(n, sizeof *s->cont_best);
+    if (r->logprobs > 0)
+        s->cont_top = calloc(n * (size_t)r->logprobs, sizeof *s->cont_top);
+    if (s->cont_lp == NULL || s->cont_best == NULL || (r->logprobs > 0 && s->cont_top == NULL))
+        return skv_fail(err, SKV_INTERNAL, "no memory");
+    return 0;
+}
+
+static void finish_tokenize(struct engine *e, struct seq *s)
+{
+    struct engine_answer *a = calloc(1, sizeof *a);
+
+    if (a != NULL) {
+        a->kind = ENGINE_TOKENIZE;
+        a->tokens = s->tokens.id;
+        a->n_tokens = s->tokens.n;
+        s->tokens.id = NULL;
+    }
+    atomic_fetch_sub(&e->queued, 1);
+    emit_answer(e, s->req, s->request, a);
+    TAILQ_REMOVE(&e->seqs, s, link);
+    seq_free(s);
+}
+
+static void encode(struct engine *e, struct seq *s, size_t *budget)
+{
+    struct skv_error err;
+    int r = encode_some(e, s, budget, &err);
+
+    if (r == 0)
+        return;
+    if (r > 0 && s->req->kind == ENGINE_SCORE)
+        r = encode_continuation(e, s, &err);
+    if (r < 0) {
+        sched_fail(e, s, err.code, "%s", err.msg);
+        return;
+    }
+    chat_text_free(&s->pieces);
+    memset(&s->pieces, 0, sizeof s->pieces);
+    if (s->req->kind == ENGINE_TOKENIZE)
+        finish_tokenize(e, s);
+    else
+        sched_enqueue(e, s);
+}
+
+void text_run(struct engine *e)
+{
+    size_t budget = TEXT_BYTES_STEP;
+    struct seq *s, *next;
+
+    for (s = TAILQ_FIRST(&e->seqs); s != NULL && budget > 0; s = next) {
+        next = TAILQ_NEXT(s, link);
+        if (s->state == SEQ_TEXT)
+            encode(e, s, &budget);
+    }
+}
+
+bool text_pending(const struct engine *e)
+{
+    struct seq *s;
+
+    TAILQ_FOREACH(s, &e->seqs, link)
+        if (s->state == SEQ_TEXT)
+            return true;
+    return false;
+}
