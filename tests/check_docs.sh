@@ -25,7 +25,28 @@ missing_in() {
 if [ -x "$build/skvd" ]; then
     options=$("$build/skvd" --help 2>&1 | grep -oE '(^|[ [])--[a-z][a-z0-9-]+' | sed 's/^[ []*--//' | sort -u)
     verdict 'skvd --help lists no option' "$([ -n "$options" ] || echo none)"
-    verdict 'options of skvd that skvd.8 does not name' "$(printf '%s\n' "$options" | missing_in skvd.8 'Fl -')"
+    # what skvd.8 leaves to skvd.conf.5, "every setting is also an option", is there
+    verdict 'options of skvd that neither skvd.8 nor skvd.conf.5 names' \
+        "$(printf '%s\n' "$options" | missing_in skvd.8 'Fl -' | missing_in skvd.conf.5 '^\.It Cm ')"
+    verdict 'settings of skvd.conf.5 that skvd does not have' \
+        "$(page skvd.conf.5 | sed -n 's/^\.It Cm \([a-z0-9-]*\) .*/\1/p' | while read -r name; do
+            printf '%s\n' "$options" | grep -qx -- "$name" || echo "$name"
+        done)"
+else
+    echo 'skvd is not built: its options not checked'
+fi
+if [ -x "$build/skvctl" ]; then
+    commands=$("$build/skvctl" help | sed -n 's/^  \([a-z]*\) .*/\1/p' | sort -u)
+    verdict 'skvctl help lists no command' "$([ -n "$commands" ] || echo none)"
+    verdict 'commands of skvctl that skvctl.1 does not name' "$(printf '%s\n' "$commands" | missing_in skvctl.1 '^\.It Ic ')"
+    for c in $commands; do
+        "$build/skvctl" help "$c" | grep -oE '(^|[ ,])--[a-z][a-z0-9-]+' | sed 's/^[ ,]*--//'
+    done | sort -u >"${TMPDIR:-/tmp}/skvctl-options.$$"
+    verdict 'options of skvctl that skvctl.1 does not name' \
+        "$(missing_in skvctl.1 'Fl -' <"${TMPDIR:-/tmp}/skvctl-options.$$")"
+    rm -f "${TMPDIR:-/tmp}/skvctl-options.$$"
+else
+    echo 'skvctl is not built: its commands not checked'
 fi
 if [ -x "$build/tests/list-methods" ]; then
     # Each method has a subsection; its arguments are named there, those of its maps anywhere on the page. Methods that
