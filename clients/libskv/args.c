@@ -7,25 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-bool text_is_utf8(const char *s, size_t len)
-{
-    const unsigned char *p = (const unsigned char *)s, *end = p + len;
+#include "protocol/scan.h"
 
-    while (p < end) {
-        unsigned char b = *p++;
-        unsigned more = b < 0x80 ? 0 : b < 0xe0 ? 1 : b < 0xf0 ? 2 : 3;
-        if (b < 0x80)
-            continue;
-        if (b < 0xc2 || b > 0xf4 || (size_t)(end - p) < more)
-            return false;
-        if ((b == 0xe0 && *p < 0xa0) || (b == 0xed && *p > 0x9f) || (b == 0xf0 && *p < 0x90) || (b == 0xf4 && *p > 0x8f))
-            return false;
-        for (; more > 0; more--)
-            if ((*p++ & 0xc0) != 0x80)
-                return false;
-    }
-    return true;
-}
+static const char no_memory[] = "no memory for the arguments";
 
 static void args_fail(struct skv_args *a, enum skv_code code, const char *why)
 {
@@ -37,34 +21,32 @@ static void args_fail(struct skv_args *a, enum skv_code code, const char *why)
 
 static void open_level(struct skv_args *a, bool map)
 {
-    static const char head[2][5] = { { (char)0xdd, 0, 0, 0, 0 }, { (char)0xdf, 0, 0, 0, 0 } };
-
-    if (a->depth == (int)(sizeof a->level / sizeof a->level[0])) {
-        args_fail(a, SKV_BAD_REQUEST, "arguments are nested deeper than 16 levels");
+    if (a->depth == ARGS_DEPTH) {
+        args_fail(a, SKV_BAD_REQUEST, "arguments are nested too deep");
         return;
     }
-    a->level[a->depth].at = a->buf.size + 1;
+    a->level[a->depth].at = a->buf.len + 1;
     a->level[a->depth].count = 0;
     a->level[a->depth].map = map;
-    if (msgpack_sbuffer_write(&a->buf, head[map], 5) != 0) {
-        args_fail(a, SKV_NO_MEMORY, "no memory for the arguments");
-        return;
-    }
-    a->depth++;
+    if (map) /* the largest count takes the longest header */
+        wire_map(&a->buf, UINT32_MAX);
+    else
+        wire_array(&a->buf, UINT32_MAX);
+    if (a->buf.failed)
+        args_fail(a, SKV_NO_MEMORY, no_memory);
+    else
+        a->depth++;
 }
 
 static void close_level(struct skv_args *a)
 {
-    uint32_t n;
-    char *p;
+    uint32_t n = a->level[--a->depth].count;
+    uint8_t *p = a->buf.p + a->level[a->depth].at;
 
-    a->depth--;
-    n = a->level[a->depth].count;
-    p = a->buf.data + a->level[a->depth].at;
-    p[0] = (char)(n >> 24);
-    p[1] = (char)(n >> 16);
-    p[2] = (char)(n >> 8);
-    p[3] = (char)n;
+    p[0] = (uint8_t)(n >> 24);
+    p[1] = (uint8_t)(n >> 16);
+    p[2] = (uint8_t)(n >> 8);
+    p[3] = (uint8_t)n;
 }
 
 struct skv_args *skv_args_new(void)
@@ -72,8 +54,7 @@ struct skv_args *skv_args_new(void)
     struct skv_args *a = calloc(1, sizeof *a);
     if (a == NULL)
         return NULL;
-    msgpack_sbuffer_init(&a->buf);
-    msgpack_packer_init(&a->pk, &a->buf, msgpack_sbuffer_write);
+    wire_buf_init(&a->buf);
     open_level(a, true);
     return a;
 }
@@ -82,12 +63,14 @@ void skv_args_free(struct skv_args *a)
 {
     if (a == NULL)
         return;
-    msgpack_sbuffer_destroy(&a->buf);
+    wire_buf_fini(&a->buf);
     free(a);
 }
 
-const char *args_bytes(struct skv_args *a, size_t *len, struct skv_error *err)
+const unsigned char *args_bytes(struct skv_args *a, size_t *len, struct skv_error *err)
 {
+    if (a->failed == NULL && a->buf.failed)
+        args_fail(a, SKV_NO_MEMORY, no_memory);
     if (a->failed == NULL && a->depth > 1)
         args_fail(a, SKV_BAD_REQUEST, "an array or a map of the arguments was not closed");
     if (a->failed != NULL) {
@@ -96,25 +79,19 @@ const char *args_bytes(struct skv_args *a, size_t *len, struct skv_error *err)
     }
     if (a->depth == 1)
         close_level(a);
-    *len = a->buf.size;
-    return a->buf.data;
+    *len = a->buf.len;
+    return a->buf.p;
 }
 
-static bool pack_str(struct skv_args *a, const char *s, size_t len)
+static bool put_str(struct skv_args *a, const char *s, size_t len)
 {
-    if (len > UINT32_MAX) {
+    if (len > UINT32_MAX)
         args_fail(a, SKV_TOO_LARGE, "a string of 4 GiB or more");
-        return false;
-    }
-    if (!text_is_utf8(s, len)) {
+    else if (!scan_utf8_valid(s, len))
         args_fail(a, SKV_BAD_REQUEST, "a string that is not valid UTF-8");
-        return false;
-    }
-    if (msgpack_pack_str(&a->pk, len) != 0 || msgpack_pack_str_body(&a->pk, s, len) != 0) {
-        args_fail(a, SKV_NO_MEMORY, "no memory for the arguments");
-        return false;
-    }
-    return true;
+    else
+        wire_strn(&a->buf, s, len);
+    return a->failed == NULL;
 }
 
 /* Before every value: its name, its place in the count. False: leave it. */
@@ -127,43 +104,37 @@ static bool begin_value(struct skv_args *a, const char *name)
         return false;
     }
     a->level[a->depth - 1].count++;
-    return name == NULL || pack_str(a, name, strlen(name));
-}
-
-static void packed(struct skv_args *a, int rc)
-{
-    if (rc != 0)
-        args_fail(a, SKV_NO_MEMORY, "no memory for the arguments");
+    return name == NULL || put_str(a, name, strlen(name));
 }
 
 void skv_arg_nil(struct skv_args *a, const char *name)
 {
     if (begin_value(a, name))
-        packed(a, msgpack_pack_nil(&a->pk));
+        wire_nil(&a->buf);
 }
 
 void skv_arg_bool(struct skv_args *a, const char *name, bool v)
 {
     if (begin_value(a, name))
-        packed(a, v ? msgpack_pack_true(&a->pk) : msgpack_pack_false(&a->pk));
+        wire_bool(&a->buf, v);
 }
 
 void skv_arg_int(struct skv_args *a, const char *name, int64_t v)
 {
     if (begin_value(a, name))
-        packed(a, msgpack_pack_int64(&a->pk, v));
+        wire_int(&a->buf, v);
 }
 
 void skv_arg_num(struct skv_args *a, const char *name, double v)
 {
     if (begin_value(a, name))
-        packed(a, msgpack_pack_double(&a->pk, v));
+        wire_double(&a->buf, v);
 }
 
 void skv_arg_strn(struct skv_args *a, const char *name, const char *s, size_t len)
 {
     if (begin_value(a, name))
-        pack_str(a, s, len);
+        put_str(a, s, len);
 }
 
 void skv_arg_str(struct skv_args *a, const char *name, const char *s)
@@ -175,21 +146,58 @@ void skv_arg_tokens(struct skv_args *a, const char *name, const int32_t *tokens,
 {
     if (!begin_value(a, name))
         return;
-    if (n > UINT32_MAX) {
+    if (n > INT32_MAX)
         args_fail(a, SKV_TOO_LARGE, "more tokens than an array can hold");
-        return;
-    }
-    packed(a, msgpack_pack_array(&a->pk, n));
-    for (size_t i = 0; i < n && a->failed == NULL; i++)
-        packed(a, msgpack_pack_int32(&a->pk, tokens[i]));
+    else
+        wire_ints(&a->buf, tokens, (int)n);
 }
 
 void skv_arg_value(struct skv_args *a, const char *name, const struct skv_value *v)
 {
-    if (v == NULL)
+    size_t len;
+    const char *s;
+
+    switch (skv_type(v)) {
+    case SKV_NIL:
         skv_arg_nil(a, name);
-    else if (begin_value(a, name))
-        packed(a, msgpack_pack_object(&a->pk, *(const msgpack_object *)v));
+        break;
+    case SKV_BOOL:
+        skv_arg_bool(a, name, skv_bool(v, false));
+        break;
+    case SKV_INT:
+        skv_arg_int(a, name, skv_int(v, 0));
+        break;
+    case SKV_NUM:
+        skv_arg_num(a, name, skv_num(v, 0));
+        break;
+    case SKV_STR:
+        s = skv_str(v, &len);
+        skv_arg_strn(a, name, s, len);
+        break;
+    case SKV_ARRAY:
+        skv_arg_array(a, name);
+        for (size_t i = 0; i < skv_len(v); i++)
+            skv_arg_value(a, NULL, skv_at(v, i));
+        skv_arg_end(a);
+        break;
+    case SKV_MAP:
+        skv_arg_map(a, name);
+        for (size_t i = 0; i < skv_len(v) && a != NULL; i++) {
+            s = skv_str(skv_key(v, i), &len);
+            a->level[a->depth - 1].count++;
+            if (a->failed == NULL && put_str(a, s, len)) {
+                a->level[a->depth - 1].map = false; /* the name is there already */
+                a->level[a->depth - 1].count--;
+                skv_arg_value(a, NULL, skv_at(v, i));
+                a->level[a->depth - 1].map = true;
+            }
+        }
+        skv_arg_end(a);
+        break;
+    default:
+        if (a != NULL)
+            args_fail(a, SKV_BAD_REQUEST, "a value of a type that requests don't have");
+    }
 }
 
 void skv_arg_array(struct skv_args *a, const char *name)

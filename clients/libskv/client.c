@@ -13,9 +13,10 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include "clients/libskv/scan.h"
+#include "protocol/scan.h"
 
 #define FRAME_LIMIT (64u * 1024 * 1024)
+#define NODES (8u * 1024 * 1024) /* values in one frame: 24 bytes each once decoded; `kept` of a large model needs some */
 #define READ_CHUNK (64u * 1024)
 #define READ_ROUNDS 16 /* chunks taken in one dispatch: others in the caller's loop have their turn */
 #define HASH 256
@@ -41,6 +42,8 @@ struct skv {
     bool told;            /* err holds the daemon's own words */
     struct buf in, out;
     struct scan scan;
+    size_t scanned; /* bytes of the frame at in.start that the scan has seen */
+    char text[SKV_ERROR_MSG];
     struct pending *pending[HASH];
     size_t n_pending;
     uint32_t next_id;
@@ -76,15 +79,12 @@ static bool buf_reserve(struct buf *b, size_t n)
     return true;
 }
 
-/* msgpack_packer's sink. */
-static int buf_write(void *data, const char *s, size_t n)
+/* Into room that was reserved. */
+static void buf_put(struct buf *b, const unsigned char *s, size_t n)
 {
-    struct buf *b = data;
-    if (!buf_reserve(b, n))
-        return -1;
-    memcpy(b->p + b->end, s, n);
+    if (n > 0)
+        memcpy(b->p + b->end, s, n);
     b->end += n;
-    return 0;
 }
 
 /* After a large frame the buffer is given back rather than kept for the connection's life. */
@@ -99,6 +99,13 @@ static void buf_emptied(struct buf *b)
 }
 
 /* ---- connecting ---- */
+
+static void start_frame(struct skv *c)
+{
+    const struct scan_limits lim = { c->frame_limit, SCAN_DEPTH_CAP, NODES };
+    scan_init(&c->scan, &lim);
+    c->scanned = 0;
+}
 
 int skv_default_path(char *buf, size_t size)
 {
@@ -130,6 +137,7 @@ struct skv *skv_attach(int take_fd, struct skv_error *err)
     }
     c->fd = take_fd;
     c->frame_limit = FRAME_LIMIT;
+    start_frame(c);
     return c;
 }
 
@@ -172,6 +180,8 @@ void skv_set_timeout(struct skv *c, int ms)
 void skv_set_frame_limit(struct skv *c, size_t bytes)
 {
     c->frame_limit = bytes;
+    if (c->scanned == 0)
+        start_frame(c);
 }
 
 void skv_on_event(struct skv *c, void (*fn)(struct skv *, const char *, const struct skv_value *, void *), void *arg)
@@ -290,108 +300,78 @@ static void flush_out(struct skv *c)
     buf_emptied(&c->out);
 }
 
-static void got_notification(struct skv *c, const msgpack_object *method, const msgpack_object *params)
+static void got_notification(struct skv *c, const struct wire_msg *m)
 {
-    const struct skv_value *pv = (const struct skv_value *)params, *first = skv_at(pv, 0);
-    struct pending *p = skv_type(pv) == SKV_ARRAY && skv_type(first) == SKV_INT ? pending_find(c, skv_int(first, -1)) : NULL;
+    const struct skv_value *params = value_of(m->params), *first = skv_at(params, 0);
+    struct pending *p = skv_type(first) == SKV_INT ? pending_find(c, skv_int(first, -1)) : NULL;
     char name[64];
     size_t len;
-    const char *s = skv_str((const struct skv_value *)method, &len);
+    const char *s;
 
-    if (len >= sizeof name)
+    if (m->method_len >= sizeof name)
         return;
-    memcpy(name, s, len);
-    name[len] = '\0';
+    memcpy(name, m->method, m->method_len);
+    name[m->method_len] = '\0';
+    c->in_callback = true;
     if (p != NULL) {
-        c->in_callback = true;
         if (p->h.note != NULL)
-            p->h.note(c, p->id, name, skv_at(pv, 1), p->arg);
-        c->in_callback = false;
-        return;
+            p->h.note(c, p->id, name, skv_at(params, 1), p->arg);
+    } else if (skv_type(first) != SKV_INT) { /* else of a request that has ended */
+        if (strcmp(name, "error") == 0 && skv_type(first) == SKV_MAP) {
+            s = skv_str(skv_get(first, "message"), &len);
+            skv_fail(&c->err, SKV_BAD_REQUEST, "%.*s", (int)(len < SKV_ERROR_MSG ? len : SKV_ERROR_MSG), s);
+            c->told = true;
+        }
+        if (c->on_event != NULL)
+            c->on_event(c, name, skv_len(params) == 1 ? first : params, c->event_arg);
     }
-    if (skv_type(first) == SKV_INT)
-        return; /* of a request that has ended */
-    if (strcmp(name, "error") == 0 && skv_type(first) == SKV_MAP) {
-        s = skv_str(skv_get(first, "message"), &len);
-        skv_fail(&c->err, SKV_BAD_REQUEST, "%.*s", (int)(len < SKV_ERROR_MSG ? len : SKV_ERROR_MSG), s);
-        c->told = true;
-    }
-    if (c->on_event != NULL) {
-        c->in_callback = true;
-        c->on_event(c, name, skv_len(pv) == 1 ? first : pv, c->event_arg);
-        c->in_callback = false;
-    }
+    c->in_callback = false;
 }
 
-static void got_response(struct skv *c, const unsigned char *frame, size_t len, int64_t id)
-{
-    struct pending *p = pending_take(c, id);
-    struct skv_reply *r;
-    const msgpack_object *e;
-
-    if (p == NULL)
-        return; /* one that was given up */
-    r = reply_new(frame, len);
-    if (!r->is_static) {
-        e = r->up.data.via.array.ptr;
-        if (e[3].type != MSGPACK_OBJECT_NIL || e[2].type == MSGPACK_OBJECT_NIL)
-            r->value = (const struct skv_value *)&e[3];
-        if (e[2].type != MSGPACK_OBJECT_NIL)
-            reply_set_error(r, &e[2]);
-    }
-    pending_end(c, p, r);
-}
-
-/* One whole frame, well-formed MessagePack. -1: it is not MessagePack-RPC. */
+/* One whole frame that the scan has passed. -1: the connection is over. */
 static int got_frame(struct skv *c, const unsigned char *frame, size_t len)
 {
-    msgpack_unpacked up;
-    const msgpack_object *e;
-    size_t off = 0;
-    int rc = -1;
+    struct wire_msg m;
+    struct skv_error err;
+    struct pending *p;
+    int rc = 0;
 
-    msgpack_unpacked_init(&up);
-    if (msgpack_unpack_next(&up, (const char *)frame, len, &off) != MSGPACK_UNPACK_SUCCESS) {
-        rc = conn_fail(c, SKV_NO_MEMORY, "no memory for what the daemon sent");
-        goto out;
-    }
-    e = up.data.via.array.ptr;
-    if (up.data.type != MSGPACK_OBJECT_ARRAY || up.data.via.array.size < 3 ||
-        e[0].type != MSGPACK_OBJECT_POSITIVE_INTEGER)
-        goto bad;
-    if (e[0].via.u64 == 1 && up.data.via.array.size == 4 && e[1].type == MSGPACK_OBJECT_POSITIVE_INTEGER)
-        got_response(c, frame, len, (int64_t)(e[1].via.u64 & INT64_MAX));
-    else if (e[0].via.u64 == 2 && up.data.via.array.size == 3 && e[1].type == MSGPACK_OBJECT_STR)
-        got_notification(c, &e[1], &e[2]);
-    else
-        goto bad;
-    rc = 0;
-    goto out;
-bad:
-    rc = conn_fail(c, SKV_IO, "what came from the daemon's socket is not MessagePack-RPC");
-out:
-    msgpack_unpacked_destroy(&up);
+    if (wire_parse(frame, len, &m, &err) < 0)
+        return conn_fail(c, err.code == SKV_NO_MEMORY ? SKV_NO_MEMORY : SKV_IO, err.msg);
+    if (m.kind == WIRE_NOTIFICATION)
+        got_notification(c, &m);
+    else if (m.kind == WIRE_RESPONSE) {
+        p = pending_take(c, m.msgid);
+        if (p != NULL) /* else one that was given up */
+            pending_end(c, p, reply_new(frame, len));
+    } else
+        rc = conn_fail(c, SKV_IO, "the daemon sent a request, which only clients do");
+    wire_msg_fini(&m);
     return rc;
+}
+
+/* The scan speaks of a peer; here that is the daemon. */
+static const char *fail_text(struct skv *c, const char *why)
+{
+    snprintf(c->text, sizeof c->text, "what came from the daemon's socket can't be followed: %.400s", why);
+    return c->text;
 }
 
 /* Handle every whole frame in the buffer. */
 static int parse_in(struct skv *c)
 {
-    static const char *const why[] = {
-        [SCAN_TOO_LARGE] = "the daemon sent a frame larger than this client's limit",
-        [SCAN_TOO_DEEP] = "the daemon sent a frame nested too deep",
-        [SCAN_INVALID] = "what came from the daemon's socket is not MessagePack",
-    };
-
     while (c->in.end > c->in.start) {
         unsigned char *frame = c->in.p + c->in.start;
-        enum scan_result r = scan_frame(&c->scan, frame, c->in.end - c->in.start, c->frame_limit);
-        size_t len = c->scan.pos;
+        size_t used = 0, len;
+        struct skv_error err;
+        enum scan_status r = scan_feed(&c->scan, frame + c->scanned, c->in.end - c->in.start - c->scanned, &used, &err);
+
+        if (r == SCAN_FAIL)
+            return conn_fail(c, SKV_IO, fail_text(c, err.msg));
+        len = c->scanned += used;
         if (r == SCAN_MORE)
             return 0;
-        if (r != SCAN_DONE)
-            return conn_fail(c, SKV_IO, why[r]);
-        memset(&c->scan, 0, sizeof c->scan);
+        start_frame(c);
         if (got_frame(c, frame, len) < 0)
             return -1;
         c->in.start += len;
@@ -479,26 +459,24 @@ static int64_t pick_id(struct skv *c)
 /* [0, id, method, [args]] behind what waits already; nothing of it stays there when it fails. */
 static int put_request(struct skv *c, int64_t id, const char *method, struct skv_args *args, struct skv_error *err)
 {
-    size_t end = c->out.end - c->out.start, len = 0;
-    const char *bytes = args == NULL ? NULL : args_bytes(args, &len, err);
-    msgpack_packer pk;
-    int rc;
+    size_t len = 0;
+    const unsigned char *bytes = args == NULL ? NULL : args_bytes(args, &len, err);
+    struct wire_buf head;
+    int rc = -1;
 
     if (args != NULL && bytes == NULL)
         return -1;
-    msgpack_packer_init(&pk, &c->out, buf_write);
-    rc = msgpack_pack_array(&pk, 4);
-    rc |= msgpack_pack_int(&pk, 0);
-    rc |= msgpack_pack_int64(&pk, id);
-    rc |= msgpack_pack_str(&pk, strlen(method));
-    rc |= msgpack_pack_str_body(&pk, method, strlen(method));
-    rc |= msgpack_pack_array(&pk, args != NULL);
-    if (args != NULL)
-        rc |= buf_write(&c->out, bytes, len);
-    if (rc == 0)
-        return 0;
-    c->out.end = c->out.start + end;
-    return skv_fail(err, SKV_NO_MEMORY, "no memory for a request");
+    wire_buf_init(&head);
+    wire_request(&head, (uint32_t)id, method);
+    wire_array(&head, args != NULL);
+    if (!head.failed && buf_reserve(&c->out, head.len + len)) {
+        buf_put(&c->out, head.p, head.len);
+        buf_put(&c->out, bytes, len);
+        rc = 0;
+    } else
+        skv_fail(err, SKV_NO_MEMORY, "no memory for a request");
+    wire_buf_fini(&head);
+    return rc;
 }
 
 int64_t skv_start(struct skv *c, const char *method, struct skv_args *take_args, const struct skv_handler *h, void *arg,

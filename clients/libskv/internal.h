@@ -2,41 +2,38 @@
 #ifndef SKVD_CLIENTS_LIBSKV_INTERNAL_H
 #define SKVD_CLIENTS_LIBSKV_INTERNAL_H
 
-#include <msgpack.h>
-
 #include "clients/libskv/skv.h"
+#include "protocol/wire.h"
 
 struct skv_reply {
-    msgpack_unpacked up;
+    struct wire_msg msg;
     struct skv_error err;
-    const struct skv_value *value, *detail; /* inside up */
+    const struct skv_value *value, *detail; /* inside msg */
     bool failed, is_static;
     unsigned char bytes[];
 };
 
-/* A reply that owns a copy of one complete, scanned frame; len 0: an empty one. Never NULL. */
+const struct skv_value *value_of(const struct wire_value *v);
+
+/* A reply that owns a copy of one complete response, scanned and parsed before; len 0: an empty one. Never NULL. */
 struct skv_reply *reply_new(const unsigned char *frame, size_t len);
 struct skv_reply *reply_failed(enum skv_code code, const char *msg);
-/* The error element of a response, inside r->up. */
-void reply_set_error(struct skv_reply *r, const msgpack_object *e);
+
+#define ARGS_DEPTH 14 /* below the daemon's default of 16 levels, of which a request has two of its own */
 
 struct skv_args {
-    msgpack_sbuffer buf;
-    msgpack_packer pk;
+    struct wire_buf buf;
     struct {
-        size_t at;      /* of the count to be patched */
+        size_t at;      /* of the count to be filled in */
         uint32_t count; /* values or pairs so far */
         bool map;
-    } level[16];
+    } level[ARGS_DEPTH];
     int depth;
     const char *failed; /* the first failure, a sentence */
     enum skv_code code;
 };
 
 /* The map's bytes, complete; NULL with *err after a failure. */
-const char *args_bytes(struct skv_args *a, size_t *len, struct skv_error *err);
-
-/* Is s well-formed UTF-8 (no surrogates, no overlong forms)? */
-bool text_is_utf8(const char *s, size_t len);
+const unsigned char *args_bytes(struct skv_args *a, size_t *len, struct skv_error *err);
 
 #endif

@@ -1,147 +1,90 @@
-/* value.c - reading answers. A struct skv_value is a msgpack_object under another name, so that programs need no
- * MessagePack headers. */
+/* value.c - reading answers. A struct skv_value is a struct wire_value under its public name. */
 #include "config.h"
 
 #include "clients/libskv/internal.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-static const msgpack_object *obj(const struct skv_value *v)
+static const struct wire_value *in(const struct skv_value *v)
 {
-    return (const msgpack_object *)v;
+    return (const struct wire_value *)v;
 }
 
-static const struct skv_value *val(const msgpack_object *o)
+const struct skv_value *value_of(const struct wire_value *v)
 {
-    return (const struct skv_value *)o;
+    return (const struct skv_value *)v;
 }
 
 enum skv_type skv_type(const struct skv_value *v)
 {
-    if (v == NULL)
-        return SKV_NIL;
-    switch (obj(v)->type) {
-    case MSGPACK_OBJECT_NIL:
-        return SKV_NIL;
-    case MSGPACK_OBJECT_BOOLEAN:
-        return SKV_BOOL;
-    case MSGPACK_OBJECT_POSITIVE_INTEGER:
-    case MSGPACK_OBJECT_NEGATIVE_INTEGER:
-        return SKV_INT;
-    case MSGPACK_OBJECT_FLOAT32:
-    case MSGPACK_OBJECT_FLOAT64:
-        return SKV_NUM;
-    case MSGPACK_OBJECT_STR:
-        return SKV_STR;
-    case MSGPACK_OBJECT_BIN:
-        return SKV_BIN;
-    case MSGPACK_OBJECT_ARRAY:
-        return SKV_ARRAY;
-    case MSGPACK_OBJECT_MAP:
-        return SKV_MAP;
-    case MSGPACK_OBJECT_EXT:
-        break;
-    }
-    return SKV_EXT;
+    static const enum skv_type types[] = {
+        [WIRE_NIL] = SKV_NIL, [WIRE_BOOL] = SKV_BOOL, [WIRE_INT] = SKV_INT,     [WIRE_FLOAT] = SKV_NUM, [WIRE_STR] = SKV_STR,
+        [WIRE_BIN] = SKV_BIN, [WIRE_ARRAY] = SKV_ARRAY, [WIRE_MAP] = SKV_MAP, [WIRE_EXT] = SKV_EXT,
+    };
+    return types[wire_type(in(v))];
 }
 
 size_t skv_len(const struct skv_value *v)
 {
-    switch (skv_type(v)) {
-    case SKV_STR:
-        return obj(v)->via.str.size;
-    case SKV_BIN:
-        return obj(v)->via.bin.size;
-    case SKV_ARRAY:
-        return obj(v)->via.array.size;
-    case SKV_MAP:
-        return obj(v)->via.map.size;
-    default:
-        return 0;
-    }
+    const char *s;
+    size_t n = 0;
+    if (wire_get_str(in(v), &s, &n))
+        return n;
+    return wire_count(in(v));
 }
 
 const struct skv_value *skv_at(const struct skv_value *v, size_t i)
 {
-    if (i >= skv_len(v))
+    if (i >= wire_count(in(v)))
         return NULL;
-    if (skv_type(v) == SKV_ARRAY)
-        return val(&obj(v)->via.array.ptr[i]);
-    if (skv_type(v) == SKV_MAP)
-        return val(&obj(v)->via.map.ptr[i].val);
-    return NULL;
+    return value_of(skv_type(v) == SKV_MAP ? wire_val(in(v), (uint32_t)i) : wire_at(in(v), (uint32_t)i));
 }
 
 const struct skv_value *skv_key(const struct skv_value *v, size_t i)
 {
-    if (skv_type(v) != SKV_MAP || i >= skv_len(v))
-        return NULL;
-    return val(&obj(v)->via.map.ptr[i].key);
+    return skv_type(v) == SKV_MAP && i < wire_count(in(v)) ? value_of(wire_key(in(v), (uint32_t)i)) : NULL;
 }
 
 const struct skv_value *skv_get(const struct skv_value *v, const char *name)
 {
-    size_t n = skv_type(v) == SKV_MAP ? skv_len(v) : 0;
-    for (size_t i = 0; i < n; i++)
-        if (skv_str_is(skv_key(v, i), name))
-            return skv_at(v, i);
-    return NULL;
+    return skv_type(v) == SKV_MAP ? value_of(wire_find(in(v), name)) : NULL;
 }
 
 bool skv_bool(const struct skv_value *v, bool otherwise)
 {
-    return skv_type(v) == SKV_BOOL ? obj(v)->via.boolean : otherwise;
+    wire_get_bool(in(v), &otherwise);
+    return otherwise;
 }
 
 int64_t skv_int(const struct skv_value *v, int64_t otherwise)
 {
-    double d;
-    switch (v == NULL ? MSGPACK_OBJECT_NIL : obj(v)->type) {
-    case MSGPACK_OBJECT_POSITIVE_INTEGER:
-        return obj(v)->via.u64 > INT64_MAX ? INT64_MAX : (int64_t)obj(v)->via.u64;
-    case MSGPACK_OBJECT_NEGATIVE_INTEGER:
-        return obj(v)->via.i64;
-    case MSGPACK_OBJECT_FLOAT32:
-    case MSGPACK_OBJECT_FLOAT64:
-        d = obj(v)->via.f64;
-        if (d == floor(d) && fabs(d) < 9e15)
-            return (int64_t)d;
-        return otherwise;
-    default:
-        return otherwise;
-    }
+    uint64_t u;
+    if (!wire_get_int(in(v), &otherwise) && wire_get_uint(in(v), &u))
+        return INT64_MAX;
+    return otherwise;
 }
 
 double skv_num(const struct skv_value *v, double otherwise)
 {
-    switch (v == NULL ? MSGPACK_OBJECT_NIL : obj(v)->type) {
-    case MSGPACK_OBJECT_POSITIVE_INTEGER:
-        return (double)obj(v)->via.u64;
-    case MSGPACK_OBJECT_NEGATIVE_INTEGER:
-        return (double)obj(v)->via.i64;
-    case MSGPACK_OBJECT_FLOAT32:
-    case MSGPACK_OBJECT_FLOAT64:
-        return obj(v)->via.f64;
-    default:
-        return otherwise;
-    }
+    wire_get_double(in(v), &otherwise);
+    return otherwise;
 }
 
 const char *skv_str(const struct skv_value *v, size_t *len)
 {
-    size_t n = skv_type(v) == SKV_STR ? skv_len(v) : 0;
+    const char *s = "";
+    size_t n = 0;
+    if (!wire_get_str(in(v), &s, &n) || n == 0)
+        s = "";
     if (len != NULL)
         *len = n;
-    return n > 0 ? obj(v)->via.str.ptr : "";
+    return s;
 }
 
 bool skv_str_is(const struct skv_value *v, const char *s)
 {
-    size_t len, want = strlen(s);
-    const char *have = skv_str(v, &len);
-    return skv_type(v) == SKV_STR && len == want && memcmp(have, s, len) == 0;
+    return wire_str_is(in(v), s);
 }
 
 /* ---- replies ---- */
@@ -151,37 +94,8 @@ static struct skv_reply no_memory_reply = {
     .err = { SKV_NO_MEMORY, 0, "no memory for the daemon's answer" }, .failed = true, .is_static = true
 };
 
-struct skv_reply *reply_new(const unsigned char *frame, size_t len)
+static void reply_set_error(struct skv_reply *r, const struct skv_value *v)
 {
-    struct skv_reply *r = calloc(1, sizeof *r + len);
-    size_t off = 0;
-
-    if (r == NULL)
-        return &no_memory_reply;
-    msgpack_unpacked_init(&r->up);
-    if (len == 0)
-        return r;
-    memcpy(r->bytes, frame, len); /* strings of the unpacked value point in here */
-    if (msgpack_unpack_next(&r->up, (const char *)r->bytes, len, &off) != MSGPACK_UNPACK_SUCCESS) {
-        skv_reply_free(r);
-        return &no_memory_reply; /* the scan has said that the bytes are good */
-    }
-    return r;
-}
-
-struct skv_reply *reply_failed(enum skv_code code, const char *msg)
-{
-    struct skv_reply *r = reply_new(NULL, 0);
-    if (!r->is_static) {
-        r->failed = true;
-        skv_fail(&r->err, code, "%s", msg);
-    }
-    return r;
-}
-
-void reply_set_error(struct skv_reply *r, const msgpack_object *e)
-{
-    const struct skv_value *v = val(e);
     char code[32];
     size_t len;
     const char *s = skv_str(skv_get(v, "code"), &len);
@@ -199,11 +113,42 @@ void reply_set_error(struct skv_reply *r, const msgpack_object *e)
     r->err.retry_after_ms = (int)skv_int(skv_get(v, "retry_after_ms"), 0);
 }
 
+struct skv_reply *reply_new(const unsigned char *frame, size_t len)
+{
+    struct skv_reply *r = calloc(1, sizeof *r + len);
+    struct skv_error err;
+
+    if (r == NULL)
+        return &no_memory_reply;
+    if (len == 0)
+        return r;
+    memcpy(r->bytes, frame, len); /* the values refer to these */
+    if (wire_parse(r->bytes, len, &r->msg, &err) < 0) {
+        free(r);
+        return &no_memory_reply; /* the frame was parsed before: nothing else can be wrong with it */
+    }
+    r->value = value_of(r->msg.result);
+    if (r->msg.error != NULL)
+        reply_set_error(r, value_of(r->msg.error));
+    return r;
+}
+
+struct skv_reply *reply_failed(enum skv_code code, const char *msg)
+{
+    struct skv_reply *r = reply_new(NULL, 0);
+    if (!r->is_static) {
+        r->failed = true;
+        skv_fail(&r->err, code, "%s", msg);
+    }
+    return r;
+}
+
 void skv_reply_free(struct skv_reply *r)
 {
     if (r == NULL || r->is_static)
         return;
-    msgpack_unpacked_destroy(&r->up);
+    if (r->msg.tree != NULL)
+        wire_msg_fini(&r->msg);
     free(r);
 }
 

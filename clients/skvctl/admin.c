@@ -237,7 +237,7 @@ static void on_event(struct skv *c, const char *method, const struct skv_value *
 
 int cmd_events(struct ctl *ctl, int argc, char **argv)
 {
-    static const char *const all[] = { "sequence", "eviction", "step" };
+    static const char *const all[] = { "sequences", "evictions", "steps" };
     struct skv_args *a = ctl_args();
     struct skv_error err;
     int status;

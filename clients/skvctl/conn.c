@@ -55,9 +55,10 @@ int ctl_error(struct ctl *ctl, const struct skv_error *err)
         if (j != NULL)
             json_put(j);
     }
-    fprintf(stderr, "skvctl: %s", skv_code_name(err->code));
+    fputs("skvctl: ", stderr);
+    if (err->code < SKV_NO_MEMORY || *err->msg == '\0') /* the wire's codes; the others' text says all */
+        fprintf(stderr, "%s%s", skv_code_name(err->code), *err->msg != '\0' ? ": " : "");
     if (*err->msg != '\0') {
-        fputs(": ", stderr);
         out_text(stderr, err->msg, strlen(err->msg));
     }
     if (err->code == SKV_OVERLOADED && err->retry_after_ms > 0)

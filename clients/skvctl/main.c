@@ -25,7 +25,7 @@ const struct ctl_command ctl_commands[] = {
     { "get", "[NAME]", "The settings that may change, or one of them.", NULL, false, 0, 1, cmd_get },
     { "reload", "", "Read the configuration file again.", NULL, false, 0, 0, cmd_reload },
     { "shutdown", "", "End the daemon.", shutdown_opts, false, 0, 0, cmd_shutdown },
-    { "events", "[TOPIC...]", "Print what the daemon tells (sequence, eviction, step), a JSON line each.", NULL, false, 0, -1, cmd_events },
+    { "events", "[TOPIC...]", "Print what the daemon tells (sequences, evictions, steps), a JSON line each.", NULL, false, 0, -1, cmd_events },
     { "call", "METHOD [JSON]", "Call any method; the result as JSON.", NULL, false, 1, 2, cmd_call },
     { "version", "", "Versions of this program and of the daemon, and its model.", NULL, false, 0, 0, cmd_version },
     { "help", "[COMMAND]", "This list, or a command's options.", NULL, false, 0, 1, cmd_help },
