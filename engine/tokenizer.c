@@ -89,30 +89,40 @@ int32_t tok_find(const struct tokenizer *t, const char *s)
 
 /* ---- encoding ------------------------------------------------------------------------------------------- */
 
+static size_t next_special(const struct tokenizer *t, const struct tok_specials *sp, const char *s, size_t len,
+                           size_t *at, int32_t *id)
+{
+    const char *end = s + len;
+    for (const char *p = s; sp->n && p < end; p++) {
+        if (sp->n_first == 1) {
+            p = memchr(p, sp->first, (size_t)(end - p));
+            if (!p)
+                break;
+        } else if (sp->from[(unsigned char)*p] == sp->from[(unsigned char)*p + 1]) {
+            continue;
+        }
+        size_t n = tok_special_at(t, sp, p, (size_t)(end - p), id);
+        if (n) {
+            *at = (size_t)(p - s);
+            return n;
+        }
+    }
+    return 0;
+}
+
+size_t tok_next_special(const struct tokenizer *t, const char *s, size_t len, size_t *at, int32_t *id)
+{
+    return next_special(t, &t->all, s, len, at, id);
+}
+
 /* Look for the next special token from job->done on, once for each. */
 static void find_special(const struct tokenizer *t, struct tok_job *job)
 {
     const struct tok_specials *sp = job->special ? &t->all : &t->user;
-    const char *p = job->text + job->done, *end = job->text + job->len;
+    size_t at = 0, rest = job->len - job->done;
+    job->next_len = next_special(t, sp, job->text + job->done, rest, &at, &job->next_id);
+    job->next = job->next_len ? job->done + at : job->len;
     job->searched = true;
-    job->next = job->len;
-    job->next_len = 0;
-    if (sp->n == 0)
-        return;
-    for (; p < end; p++) {
-        if (sp->n_first == 1) {
-            p = memchr(p, sp->first, (size_t)(end - p));
-            if (!p)
-                return;
-        } else if (sp->from[(unsigned char)*p] == sp->from[(unsigned char)*p + 1]) {
-            continue;
-        }
-        job->next_len = tok_special_at(t, sp, p, (size_t)(end - p), &job->next_id);
-        if (job->next_len) {
-            job->next = (size_t)(p - job->text);
-            return;
-        }
-    }
 }
 
 static int not_utf8(const struct tok_job *job, struct skv_error *err)

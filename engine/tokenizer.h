@@ -26,6 +26,10 @@ bool tok_is_control(const struct tokenizer *t, int32_t id);
 /* The id of a token by its exact text (e.g. "<|im_end|>"), -1 if there is none. */
 int32_t tok_find(const struct tokenizer *t, const char *s);
 
+/* The first control or user-defined token's text in s: its length, *at and *id; 0: none. Of those that begin at the same
+ * place the longest counts. */
+size_t tok_next_special(const struct tokenizer *t, const char *s, size_t len, size_t *at, int32_t *id);
+
 struct tok_ids {
     int32_t *id; /* malloc'd, grows */
     int n, cap;
