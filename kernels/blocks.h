@@ -32,6 +32,17 @@ size_t kern_type_block_bytes(int type);
 /* Bytes of a row of `cols` weights; cols must be a multiple of the block. */
 size_t kern_row_bytes(int type, int64_t cols);
 
+/* A group of 32 weights of a quantised type, taken apart: w[j] = d[j / 16] * (q[j] - zero) + m, with `zero` of the
+ * type and m only where the type has a minimum. d[0] == d[1] except in Q6_K. */
+struct kern_group {
+    uint8_t q[32];
+    float d[2];
+    float m;
+};
+void kern_group_get(int type, const void *row, int64_t group, struct kern_group *g);
+int kern_type_zero(int type);     /* 0 for types with a minimum and for floats */
+bool kern_type_has_min(int type);
+
 /* out[0..n) = the n weights at src; n a multiple of the block. */
 void kern_dequant(int type, const void *src, float *out, int64_t n);
 

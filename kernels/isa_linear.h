@@ -58,7 +58,7 @@ enum kern_act_need {
 };
 
 /* Activation rows. A pointer is NULL when no weight needs that copy. Rows are 64-byte aligned. */
-struct kern_act {
+struct kern_input {
     int n_group;      /* 32-input groups of a row, padded with zeros */
     int8_t *q8;       /* [rows][n_group * 32] */
     int16_t *q16;     /* the same values; of each 4 inputs in the order 0 2 1 3 */
@@ -74,18 +74,26 @@ struct kern_linear_fns {
     /* One panel times n_row activation rows: acc[r][j] = sum over the weight's groups [g0, g0 + a->n_group) of
      * panel row j, against activation row row0 + r from its first group. acc [n_row][16], 64-byte aligned, is
      * written, not added to. scratch: at least kern_mul_scratch(w) bytes, 64-byte aligned, one per thread. */
-    void (*mul)(const struct kern_packed *w, int panel, int g0, const struct kern_act *a, int row0, int n_row,
+    void (*mul)(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row0, int n_row,
                 float *acc, void *scratch);
 
     /* Row r of `a` = the n inputs of x in every copy that `a` has; the rest of the last group is zero. */
-    void (*act_set)(struct kern_act *a, int r, const float *x, int n);
+    void (*act_set)(struct kern_input *a, int r, const float *x, int n);
     /* One group of row r of `a` from 32 inputs (the fused MLP writes group by group). */
-    void (*act_set_group)(struct kern_act *a, int r, int group, const float *x);
+    void (*act_set_group)(struct kern_input *a, int r, int group, const float *x);
 
     /* out = x / sqrt(mean(x^2) + eps) * w, n values. Sum in 16 partial sums, folded by halves. out may be x. */
     void (*rmsnorm)(const float *x, const float *w, float eps, int n, float *out);
     /* h[i] = act(gate[i]) * up[i], n a multiple of 16. act: enum kern_act of ops.h. */
     void (*gated)(int act, const float *gate, const float *up, int n, float *h);
+
+    /* Rotate the first `rot` values of one head. table: rot factors for the value itself, then rot for its partner:
+     * INTERLEAVED cos twice per pair, then (-sin, sin); HALF cos [rot/2] and at +rot sin [rot/2]. */
+    void (*rope)(int layout, const float *table, int rot, float *x);
+
+    /* out[r * ld + j] = acc[r][j] (+ bias[j]), or += acc[r][j], for j in [0, 16). */
+    void (*store)(const float *acc, const float *bias, int n_row, float *out, size_t ld);
+    void (*add)(const float *acc, int n_row, float *out, size_t ld);
 
     /* Exact f32: out[i * ldo + j] = w[j] . x[i] for n_w weight rows [n_w][ldw] and n_x inputs [n_x][ldx], f32.
      * n a multiple of 16; rows are 64-byte aligned. 16 partial sums, folded by halves. */

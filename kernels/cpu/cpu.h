@@ -6,8 +6,6 @@
 #include "kernels/ops.h"
 #include "kernels/workers.h"
 
-struct cpu_layer; /* packed weights of a layer: cpu_weights.c */
-
 struct cpu {
     struct ops_dims d;
     struct ops_config cfg;
@@ -15,7 +13,8 @@ struct cpu {
     struct workers *workers;
     int g; /* query heads per KV head */
 
-    /* weights: owned by cpu_weights.c */
+    /* weights: owned by cpu_weights.c, cpu_weights.h. The mapped file behind ops_model_src.embed is read as long
+     * as the backend lives; all other tensors only while it opens, unless compute_f32. */
     struct cpu_weights *w;
 
     /* KV: owned by cpu_kv.c */
@@ -43,6 +42,10 @@ static inline size_t cpu_kv_index(const struct cpu *c, int lane, int layer, int 
     return ((size_t)lane * c->d.n_layer + layer) * c->d.n_kv + head;
 }
 
+/* --- cpu.c: big allocations, 64-byte aligned, zeroed, in huge pages where the system has them --- */
+void *cpu_map(size_t bytes, struct skv_error *err); /* NULL with *err */
+void cpu_unmap(void *p, size_t bytes);              /* p may be NULL */
+
 /* --- cpu_kv.c --- */
 struct ops_kv *cpu_kv_init(void *be, uint32_t n_pages, struct skv_error *err);
 void cpu_kv_fini(struct cpu *c);
@@ -63,8 +66,9 @@ void cpu_score_read(void *be, int lane, int n_slot, float *out);
 /* --- cpu_select.c --- */
 void cpu_select(void *be, int lane, int layer, const struct kern_rule *rule, int n_query, float *kept_mass);
 
-/* --- cpu_weights.c: the value norm of CriticalKV needs the output projection --- */
-/* out[j] = mean over the group's query heads h of || Wo_h v_j ||_1 for n slots; v [n][head_dim] f32. */
+/* --- cpu_linear.c: the value norm of CriticalKV needs the output projection --- */
+/* out[j] = mean over the group's query heads h of || Wo_h v_j ||_1 for n slots; v [n][head_dim] f32. Engine thread only:
+ * it uses the workers itself. */
 void cpu_value_norm(struct cpu *c, int layer, int kv_head, const float *v, int n, float *out);
 
 /* --- cpu_linear.c --- */

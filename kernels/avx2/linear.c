@@ -1,0 +1,390 @@
+/* avx2/linear.c - products of packed weights with AVX2, FMA and F16C.
+ *
+ * Without VNNI the cheap integer product is vpmaddubsw: u8 x s8, neighbours added, saturating to 16 bits. Small q
+ * leave room to add several of them before widening: with |a| <= 127 a pair is at most 2 * 127 * q_max, so 8 pairs
+ * fit for q <= 15, 4 for q <= 31, 2 for q <= 63. q up to 255 would saturate at once and goes through vpmaddwd on 16-bit
+ * values. Whatever the way, the integer sums are exact, so the results equal scalar's bit for bit.
+ *
+ * A tile is one panel (16 outputs: two vectors of 8) by up to TILE rows. Weights are loaded once a tile and
+ * activations broadcast from memory.
+ */
+#include <immintrin.h>
+
+#include "kernels/avx2/v16.h"
+#include "kernels/isa_rows.h"
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* Where a tile reads its activations: rows `ld` apart from row 0 of the tile. */
+struct tile {
+    const int8_t *q8;
+    const int16_t *q16;
+    const float *d, *s;
+    size_t ld_q, ld_d, ld_s;
+};
+
+INLINE struct tile tile_at(const struct kern_packed *w, const struct kern_input *a, int row)
+{
+    size_t g = (size_t)row * a->n_group;
+    bool halves = w->group == 16;
+    return (struct tile){
+        .q8 = a->q8 + g * 32,
+        .q16 = a->q16 ? a->q16 + g * 32 : NULL,
+        .d = a->d + g,
+        .s = halves ? a->sh + 2 * g : a->s + g,
+        .ld_q = (size_t)a->n_group * 32,
+        .ld_d = (size_t)a->n_group,
+        .ld_s = (size_t)a->n_group * (halves ? 2 : 1),
+    };
+}
+
+INLINE __m256i quad(const int8_t *p)
+{
+    int32_t v;
+    memcpy(&v, p, 4);
+    return _mm256_set1_epi32(v);
+}
+
+INLINE __m256i pair16(const int16_t *p)
+{
+    int32_t v;
+    memcpy(&v, p, 4);
+    return _mm256_set1_epi32(v);
+}
+
+INLINE __m256 half8(const uint16_t *p)
+{
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+
+/* d and m of scales [k0, k0 + n) in f32: sd, sm [n][16]. */
+static void scales_f32(const struct kern_packed *w, int panel, int k0, int n, float *sd, float *sm)
+{
+    const uint16_t *d = kern_panel_d(w, panel) + (size_t)k0 * KERN_PANEL;
+    const uint16_t *m = kern_panel_m(w, panel) + (size_t)k0 * KERN_PANEL;
+    __m256 zero = _mm256_set1_ps((float)-w->zero);
+    for (int i = 0; i < n * KERN_PANEL; i += 8) {
+        __m256 vd = half8(d + i);
+        _mm256_store_ps(sd + i, vd);
+        _mm256_store_ps(sm + i, w->has_m ? half8(m + i) : _mm256_mul_ps(vd, zero));
+    }
+}
+
+/* acc = fma(i * d_w, d_a, acc), fma(s_a, m_w, acc) for a row's two vectors. */
+INLINE void scale_acc(__m256 acc[2], const __m256i i[2], const float *sd, const float *sm, float da, float sa)
+{
+    __m256 vd = _mm256_set1_ps(da), vs = _mm256_set1_ps(sa);
+    for (int h = 0; h < 2; h++) {
+        __m256 t = _mm256_mul_ps(_mm256_cvtepi32_ps(i[h]), _mm256_load_ps(sd + 8 * h));
+        acc[h] = _mm256_fmadd_ps(t, vd, acc[h]);
+        acc[h] = _mm256_fmadd_ps(vs, _mm256_load_ps(sm + 8 * h), acc[h]);
+    }
+}
+
+/* u [n_scale][quads][64] bytes. R rows, `quads` vectors per scale (8, or 4 with 16-input scales), `run` vpmaddubsw
+ * results added in 16 bits. */
+INLINE void tile_bytes(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, int n_scale,
+                       float *out, const int R, const int quads, const int run)
+{
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256 acc[6][2];
+    for (int r = 0; r < R; r++)
+        acc[r][0] = acc[r][1] = _mm256_setzero_ps();
+    for (int k = 0; k < n_scale; k++) {
+        __m256i sum[6][2];
+#pragma GCC unroll 4
+        for (int c = 0; c < quads / run; c++) {
+            __m256i p[6][2];
+#pragma GCC unroll 8
+            for (int v = 0; v < run; v++, u += 64) {
+                __m256i w0 = _mm256_load_si256((const __m256i *)u);
+                __m256i w1 = _mm256_load_si256((const __m256i *)(u + 32));
+#pragma GCC unroll 6
+                for (int r = 0; r < R; r++) {
+                    __m256i b = quad(t->q8 + r * t->ld_q + (k * quads + c * run + v) * 4);
+                    __m256i x0 = _mm256_maddubs_epi16(w0, b), x1 = _mm256_maddubs_epi16(w1, b);
+                    p[r][0] = v ? _mm256_add_epi16(p[r][0], x0) : x0;
+                    p[r][1] = v ? _mm256_add_epi16(p[r][1], x1) : x1;
+                }
+            }
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++)
+                for (int h = 0; h < 2; h++) {
+                    __m256i x = _mm256_madd_epi16(p[r][h], ones);
+                    sum[r][h] = c ? _mm256_add_epi32(sum[r][h], x) : x;
+                }
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++)
+            scale_acc(acc[r], sum[r], sd + k * 16, sm + k * 16, t->d[r * t->ld_d + (quads == 8 ? k : k / 2)],
+                      t->s[r * t->ld_s + k]);
+    }
+    for (int r = 0; r < R; r++) {
+        _mm256_store_ps(out + r * KERN_PANEL, acc[r][0]);
+        _mm256_store_ps(out + r * KERN_PANEL + 8, acc[r][1]);
+    }
+}
+
+/* q up to 255: even and odd bytes as 16-bit values against activations in the order 0 2 1 3. */
+INLINE void tile_wide(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, int n_scale,
+                      float *out, const int R)
+{
+    const __m256i low = _mm256_set1_epi16(0xff);
+    __m256 acc[4][2];
+    for (int r = 0; r < R; r++)
+        acc[r][0] = acc[r][1] = _mm256_setzero_ps();
+    for (int k = 0; k < n_scale; k++) {
+        __m256i sum[4][2];
+#pragma GCC unroll 8
+        for (int v = 0; v < 8; v++, u += 64) {
+            __m256i w0 = _mm256_load_si256((const __m256i *)u), w1 = _mm256_load_si256((const __m256i *)(u + 32));
+            __m256i e0 = _mm256_and_si256(w0, low), o0 = _mm256_srli_epi16(w0, 8);
+            __m256i e1 = _mm256_and_si256(w1, low), o1 = _mm256_srli_epi16(w1, 8);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                const int16_t *x = t->q16 + r * t->ld_q + (k * 8 + v) * 4;
+                __m256i be = pair16(x), bo = pair16(x + 2);
+                __m256i p0 = _mm256_madd_epi16(e0, be), p1 = _mm256_madd_epi16(e1, be);
+                sum[r][0] = v ? _mm256_add_epi32(sum[r][0], p0) : p0;
+                sum[r][1] = v ? _mm256_add_epi32(sum[r][1], p1) : p1;
+                sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(o0, bo));
+                sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(o1, bo));
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+            scale_acc(acc[r], sum[r], sd + k * 16, sm + k * 16, t->d[r * t->ld_d + k], t->s[r * t->ld_s + k]);
+    }
+    for (int r = 0; r < R; r++) {
+        _mm256_store_ps(out + r * KERN_PANEL, acc[r][0]);
+        _mm256_store_ps(out + r * KERN_PANEL + 8, acc[r][1]);
+    }
+}
+
+/* One row straight from a P4 panel: nibbles are unpacked in registers. */
+static void row_p4(const struct kern_packed *w, int panel, int g0, const struct tile *t, int n_group, float *out)
+{
+    const uint8_t *u = kern_panel_q(w, panel) + (size_t)g0 * 256;
+    const uint16_t *d = kern_panel_d(w, panel) + (size_t)g0 * KERN_PANEL;
+    const uint16_t *m = kern_panel_m(w, panel) + (size_t)g0 * KERN_PANEL;
+    const __m256i ones = _mm256_set1_epi16(1), nibble = _mm256_set1_epi8(15);
+    const __m256 zero = _mm256_set1_ps((float)-w->zero);
+    __m256 acc[2] = { _mm256_setzero_ps(), _mm256_setzero_ps() };
+    for (int k = 0; k < n_group; k++, u += 256, d += KERN_PANEL, m += KERN_PANEL) {
+        __m256i p[2][2];
+        _mm_prefetch((const char *)u + 2048, _MM_HINT_T0);
+        _mm_prefetch((const char *)u + 2112, _MM_HINT_T0);
+        _mm_prefetch((const char *)u + 2176, _MM_HINT_T0);
+        _mm_prefetch((const char *)u + 2240, _MM_HINT_T0);
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; v++) {
+            __m256i lo = quad(t->q8 + k * 32 + 4 * v), hi = quad(t->q8 + k * 32 + 16 + 4 * v);
+            for (int h = 0; h < 2; h++) {
+                __m256i x = _mm256_load_si256((const __m256i *)(u + 64 * v + 32 * h));
+                __m256i a = _mm256_maddubs_epi16(_mm256_and_si256(x, nibble), lo);
+                __m256i b = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(x, 4), nibble), hi);
+                p[0][h] = v ? _mm256_add_epi16(p[0][h], a) : a;
+                p[1][h] = v ? _mm256_add_epi16(p[1][h], b) : b;
+            }
+        }
+        __m256 da = _mm256_set1_ps(t->d[k]), sa = _mm256_set1_ps(t->s[k]);
+        for (int h = 0; h < 2; h++) {
+            __m256i i = _mm256_madd_epi16(_mm256_add_epi16(p[0][h], p[1][h]), ones);
+            __m256 dw = half8(d + 8 * h), mw = w->has_m ? half8(m + 8 * h) : _mm256_mul_ps(dw, zero);
+            acc[h] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(i), dw), da, acc[h]);
+            acc[h] = _mm256_fmadd_ps(sa, mw, acc[h]);
+        }
+    }
+    _mm256_store_ps(out, acc[0]);
+    _mm256_store_ps(out + 8, acc[1]);
+}
+
+/* P4 [n_group][256] to bytes [n_group][8][64]. */
+static void unpack_p4(const uint8_t *q, int n_group, uint8_t *u)
+{
+    const __m256i nibble = _mm256_set1_epi8(15);
+    for (int g = 0; g < n_group; g++, q += 256, u += 512)
+        for (int v = 0; v < 256; v += 32) {
+            __m256i x = _mm256_load_si256((const __m256i *)(q + v));
+            _mm256_store_si256((__m256i *)(u + v), _mm256_and_si256(x, nibble));
+            _mm256_store_si256((__m256i *)(u + 256 + v), _mm256_and_si256(_mm256_srli_epi16(x, 4), nibble));
+        }
+}
+
+typedef void tile_fn(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, int n_scale,
+                     float *out);
+
+#define TILE_BYTES(bits, R, quads, run)                                                                      \
+    static void tile_q##bits##_##R(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, \
+                                   int n_scale, float *out)                                                  \
+    {                                                                                                        \
+        tile_bytes(u, sd, sm, t, n_scale, out, R, quads, run);                                               \
+    }
+#define TILE_WIDE(R)                                                                                \
+    static void tile_q8_##R(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, \
+                            int n_scale, float *out)                                                \
+    {                                                                                               \
+        tile_wide(u, sd, sm, t, n_scale, out, R);                                                   \
+    }
+TILE_BYTES(4, 1, 8, 8)
+TILE_BYTES(4, 2, 8, 8)
+TILE_BYTES(4, 3, 8, 8)
+TILE_BYTES(4, 4, 8, 8)
+TILE_BYTES(5, 1, 8, 4)
+TILE_BYTES(5, 2, 8, 4)
+TILE_BYTES(5, 3, 8, 4)
+TILE_BYTES(5, 4, 8, 4)
+TILE_BYTES(6, 1, 4, 2)
+TILE_BYTES(6, 2, 4, 2)
+TILE_BYTES(6, 3, 4, 2)
+TILE_BYTES(6, 4, 4, 2)
+TILE_WIDE(1)
+TILE_WIDE(2)
+TILE_WIDE(3)
+TILE_WIDE(4)
+
+#define TILE 4
+static tile_fn *const tiles[4][TILE] = {
+    { tile_q4_1, tile_q4_2, tile_q4_3, tile_q4_4 },
+    { tile_q5_1, tile_q5_2, tile_q5_3, tile_q5_4 },
+    { tile_q6_1, tile_q6_2, tile_q6_3, tile_q6_4 },
+    { tile_q8_1, tile_q8_2, tile_q8_3, tile_q8_4 },
+};
+
+static void mul_quant(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row0,
+                      int n_row, float *acc, void *scratch)
+{
+    int kind = w->q_max <= 15 ? 0 : w->q_max <= 31 ? 1 : w->q_max <= 63 ? 2 : 3;
+    int per = 32 / w->group, n_scale = a->n_group * per;
+    const uint8_t *u = kern_panel_q(w, panel) + (size_t)g0 * (w->form == KERN_P4 ? 256 : 512);
+    float *sd = scratch, *sm = sd + (size_t)n_scale * KERN_PANEL;
+    if (w->form == KERN_P4) {
+        if (n_row == 1) {
+            struct tile t = tile_at(w, a, row0);
+            row_p4(w, panel, g0, &t, a->n_group, acc);
+            return;
+        }
+        uint8_t *bytes = (uint8_t *)(sm + (size_t)n_scale * KERN_PANEL);
+        unpack_p4(u, a->n_group, bytes);
+        u = bytes;
+    }
+    scales_f32(w, panel, g0 * per, n_scale, sd, sm);
+    for (int r = 0; r < n_row; r += TILE) {
+        int n = n_row - r < TILE ? n_row - r : TILE;
+        struct tile t = tile_at(w, a, row0 + r);
+        tiles[kind][n - 1](u, sd, sm, &t, n_scale, acc + (size_t)r * KERN_PANEL);
+    }
+}
+
+/* --- float forms --------------------------------------------------------------------------------- */
+
+/* The two vectors of weights of input i. For bf16, of inputs i and i + 1 of a pair: `odd` picks. */
+INLINE __m256 float_weight(const unsigned char *p, enum kern_form form, size_t i, int h)
+{
+    if (form == KERN_PF32)
+        return _mm256_load_ps((const float *)p + i * KERN_PANEL + 8 * h);
+    if (form == KERN_PF16)
+        return half8((const uint16_t *)p + i * KERN_PANEL + 8 * h);
+    __m256i x = _mm256_load_si256((const __m256i *)(p + (i / 2) * 4 * KERN_PANEL + 32 * h));
+    x = i & 1 ? _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000u)) : _mm256_slli_epi32(x, 16);
+    return _mm256_castsi256_ps(x);
+}
+
+INLINE void tile_float(const unsigned char *p, enum kern_form form, const float *x, size_t ld, int n, float *out,
+                       const int R)
+{
+    __m256 acc[6][2];
+    for (int r = 0; r < R; r++)
+        acc[r][0] = acc[r][1] = _mm256_setzero_ps();
+    for (int i = 0; i < n; i += 2)
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++) {
+            __m256 w0 = float_weight(p, form, (size_t)i + odd, 0), w1 = float_weight(p, form, (size_t)i + odd, 1);
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++) {
+                __m256 b = _mm256_set1_ps(x[r * ld + i + odd]);
+                acc[r][0] = _mm256_fmadd_ps(w0, b, acc[r][0]);
+                acc[r][1] = _mm256_fmadd_ps(w1, b, acc[r][1]);
+            }
+        }
+    for (int r = 0; r < R; r++) {
+        _mm256_store_ps(out + r * KERN_PANEL, acc[r][0]);
+        _mm256_store_ps(out + r * KERN_PANEL + 8, acc[r][1]);
+    }
+}
+
+INLINE void mul_float(const unsigned char *p, enum kern_form form, const float *x, int n_group, int n_row,
+                      float *acc)
+{
+    size_t ld = (size_t)n_group * 32;
+    int n = n_group * 32, r = 0;
+    for (; r + 6 <= n_row; r += 6)
+        tile_float(p, form, x + r * ld, ld, n, acc + (size_t)r * KERN_PANEL, 6);
+    for (; r + 3 <= n_row; r += 3)
+        tile_float(p, form, x + r * ld, ld, n, acc + (size_t)r * KERN_PANEL, 3);
+    for (; r < n_row; r++)
+        tile_float(p, form, x + r * ld, ld, n, acc + (size_t)r * KERN_PANEL, 1);
+}
+
+static void avx2_mul(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row0, int n_row,
+                     float *acc, void *scratch)
+{
+    if (w->form == KERN_P4 || w->form == KERN_P8) {
+        mul_quant(w, panel, g0, a, row0, n_row, acc, scratch);
+        return;
+    }
+    size_t width = w->form == KERN_PF32 ? 4 : 2;
+    const unsigned char *p = kern_panel_q(w, panel) + (size_t)g0 * KERN_GROUP * KERN_PANEL * width;
+    const float *x = a->f32 + (size_t)row0 * a->n_group * 32;
+    if (w->form == KERN_PF32)
+        mul_float(p, KERN_PF32, x, a->n_group, n_row, acc);
+    else if (w->form == KERN_PF16)
+        mul_float(p, KERN_PF16, x, a->n_group, n_row, acc);
+    else
+        mul_float(p, KERN_PBF16, x, a->n_group, n_row, acc);
+}
+
+/* --- exact f32 ------------------------------------------------------------------------------------ */
+
+INLINE void tile_dot(const float *w, int ldw, const float *x, int ldx, int n, float *out, int ldo, const int W,
+                     const int X)
+{
+    v16 s[3][2];
+    for (int i = 0; i < X; i++)
+        for (int j = 0; j < W; j++)
+            s[i][j] = v16_set1(0);
+    for (int k = 0; k < n; k += 16)
+#pragma GCC unroll 3
+        for (int i = 0; i < X; i++)
+#pragma GCC unroll 2
+            for (int j = 0; j < W; j++)
+                s[i][j] = v16_fma(v16_load(w + (size_t)j * ldw + k), v16_load(x + (size_t)i * ldx + k), s[i][j]);
+    for (int i = 0; i < X; i++)
+        for (int j = 0; j < W; j++)
+            out[(size_t)i * ldo + j] = v16_hsum(s[i][j]);
+}
+
+static void avx2_dot_f32(const float *w, int ldw, int n_w, const float *x, int ldx, int n_x, int n, float *out,
+                         int ldo)
+{
+    for (int j = 0; j < n_w; j += 2) {
+        const float *wj = w + (size_t)j * ldw;
+        bool two = j + 1 < n_w;
+        int i = 0;
+        for (; two && i + 3 <= n_x; i += 3)
+            tile_dot(wj, ldw, x + (size_t)i * ldx, ldx, n, out + (size_t)i * ldo + j, ldo, 2, 3);
+        for (; i < n_x; i++)
+            if (two)
+                tile_dot(wj, ldw, x + (size_t)i * ldx, ldx, n, out + (size_t)i * ldo + j, ldo, 2, 1);
+            else
+                tile_dot(wj, ldw, x + (size_t)i * ldx, ldx, n, out + (size_t)i * ldo + j, ldo, 1, 1);
+    }
+}
+
+void kern_linear_avx2(struct kern_linear_fns *f)
+{
+    rows_fill(f);
+    f->mul = avx2_mul;
+    f->dot_f32 = avx2_dot_f32;
+    f->need[KERN_P8] |= KERN_NEED_Q16;
+}

@@ -1,0 +1,187 @@
+/* scalar/linear.c - the linear micro-kernels in portable C: the definition, and the oracle of the tests. */
+#include "kernels/isa_linear.h"
+
+#include "kernels/blocks.h"
+
+#include <math.h>
+
+typedef struct {
+    float v[16];
+} v16;
+
+#define V16_MAP(expr)               \
+    v16 o;                          \
+    for (int i = 0; i < 16; i++)    \
+        o.v[i] = (expr);            \
+    return o
+
+static inline v16 v16_load(const float *p)
+{
+    V16_MAP(p[i]);
+}
+static inline void v16_store(float *p, v16 a)
+{
+    for (int i = 0; i < 16; i++)
+        p[i] = a.v[i];
+}
+static inline v16 v16_set1(float f)
+{
+    V16_MAP(f);
+}
+static inline v16 v16_add(v16 a, v16 b)
+{
+    V16_MAP(a.v[i] + b.v[i]);
+}
+static inline v16 v16_sub(v16 a, v16 b)
+{
+    V16_MAP(a.v[i] - b.v[i]);
+}
+static inline v16 v16_mul(v16 a, v16 b)
+{
+    V16_MAP(a.v[i] * b.v[i]);
+}
+static inline v16 v16_div(v16 a, v16 b)
+{
+    V16_MAP(a.v[i] / b.v[i]);
+}
+static inline v16 v16_fma(v16 a, v16 b, v16 c)
+{
+    V16_MAP(fmaf(a.v[i], b.v[i], c.v[i]));
+}
+static inline v16 v16_max(v16 a, v16 b)
+{
+    V16_MAP(a.v[i] > b.v[i] ? a.v[i] : b.v[i]);
+}
+static inline v16 v16_min(v16 a, v16 b)
+{
+    V16_MAP(a.v[i] < b.v[i] ? a.v[i] : b.v[i]);
+}
+static inline v16 v16_abs(v16 a)
+{
+    V16_MAP(fabsf(a.v[i]));
+}
+static inline v16 v16_pow2(v16 n)
+{
+    v16 o;
+    for (int i = 0; i < 16; i++) {
+        union {
+            uint32_t u;
+            float f;
+        } b = { .u = (uint32_t)((int)n.v[i] + 127) << 23 };
+        o.v[i] = b.f;
+    }
+    return o;
+}
+static inline v16 v16_swap(v16 a)
+{
+    V16_MAP(a.v[i ^ 1]);
+}
+static inline float v16_hsum(v16 a)
+{
+    for (int half = 8; half > 0; half /= 2)
+        for (int i = 0; i < half; i++)
+            a.v[i] += a.v[i + half];
+    return a.v[0];
+}
+static inline float v16_hmax(v16 a)
+{
+    float m = a.v[0];
+    for (int i = 1; i < 16; i++)
+        m = a.v[i] > m ? a.v[i] : m;
+    return m;
+}
+static inline void v16_store_i8(int8_t *p, v16 a)
+{
+    for (int i = 0; i < 16; i++)
+        p[i] = (int8_t)a.v[i];
+}
+static inline void v16_store_i16(int16_t *p, v16 a)
+{
+    static const int order[4] = { 0, 2, 1, 3 };
+    for (int i = 0; i < 16; i++)
+        p[i] = (int16_t)a.v[(i & ~3) + order[i & 3]];
+}
+
+#include "kernels/isa_rows.h"
+
+/* q of input i (of the panel's own, padded inputs) and panel row j. */
+static int packed_q(const struct kern_packed *w, const unsigned char *q, int i, int j)
+{
+    const unsigned char *group = q + (size_t)(i / 32) * (w->form == KERN_P4 ? 256 : 512);
+    int v = i % 32 / 4, byte = 4 * j + i % 4;
+    if (w->form == KERN_P8)
+        return group[64 * v + byte];
+    return v < 4 ? group[64 * v + byte] & 15 : group[64 * (v - 4) + byte] >> 4;
+}
+
+static float mul_quant(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row, int j)
+{
+    const unsigned char *q = kern_panel_q(w, panel);
+    const uint16_t *d = kern_panel_d(w, panel), *m = kern_panel_m(w, panel);
+    const int8_t *x = a->q8 + (size_t)row * a->n_group * 32;
+    int per = 32 / w->group; /* scales in 32 inputs */
+    float acc = 0;
+    for (int k = 0; k < a->n_group * per; k++) {
+        size_t s = (size_t)(g0 * per + k) * KERN_PANEL + j, g = (size_t)row * a->n_group + k / per;
+        int dot = 0;
+        for (int i = 0; i < w->group; i++)
+            dot += packed_q(w, q, g0 * 32 + k * w->group + i, j) * x[k * w->group + i];
+        float dw = kern_f16_to_f32(d[s]);
+        float mw = w->has_m ? kern_f16_to_f32(m[s]) : dw * (float)-w->zero;
+        float sa = per == 1 ? a->s[g] : a->sh[(size_t)row * a->n_group * 2 + k];
+        acc = fmaf((float)dot * dw, a->d[g], acc);
+        acc = fmaf(sa, mw, acc);
+    }
+    return acc;
+}
+
+static float mul_float(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row, int j)
+{
+    const unsigned char *p = kern_panel_q(w, panel);
+    const float *x = a->f32 + (size_t)row * a->n_group * 32;
+    float acc = 0;
+    for (int i = 0; i < a->n_group * 32; i++) {
+        size_t c = (size_t)g0 * 32 + i;
+        float v;
+        if (w->form == KERN_PF32)
+            v = ((const float *)p)[c * KERN_PANEL + j];
+        else if (w->form == KERN_PF16)
+            v = kern_f16_to_f32(((const uint16_t *)p)[c * KERN_PANEL + j]);
+        else
+            v = kern_bf16_to_f32(((const uint16_t *)p)[(c / 2) * 2 * KERN_PANEL + 2 * j + c % 2]);
+        acc = acc + v * x[i];
+    }
+    return acc;
+}
+
+static void scalar_mul(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row0,
+                       int n_row, float *acc, void *scratch)
+{
+    (void)scratch;
+    bool quant = w->form == KERN_P4 || w->form == KERN_P8;
+    for (int r = 0; r < n_row; r++)
+        for (int j = 0; j < KERN_PANEL; j++)
+            acc[r * KERN_PANEL + j] = quant ? mul_quant(w, panel, g0, a, row0 + r, j)
+                                            : mul_float(w, panel, g0, a, row0 + r, j);
+}
+
+static void scalar_dot_f32(const float *w, int ldw, int n_w, const float *x, int ldx, int n_x, int n, float *out,
+                           int ldo)
+{
+    for (int i = 0; i < n_x; i++)
+        for (int j = 0; j < n_w; j++) {
+            v16 s = v16_set1(0);
+            for (int k = 0; k < n; k += 16)
+                s = v16_add(s, v16_mul(v16_load(w + (size_t)j * ldw + k), v16_load(x + (size_t)i * ldx + k)));
+            out[(size_t)i * ldo + j] = v16_hsum(s);
+        }
+}
+
+void kern_linear_scalar(struct kern_linear_fns *f)
+{
+    rows_fill(f);
+    f->mul = scalar_mul;
+    f->dot_f32 = scalar_dot_f32;
+    f->need[KERN_P4] = f->need[KERN_P8] = KERN_NEED_Q8;
+    f->need[KERN_PF32] = f->need[KERN_PF16] = f->need[KERN_PBF16] = KERN_NEED_F32;
+}
