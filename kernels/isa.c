@@ -1,6 +1,4 @@
 /* isa.c - detection of instruction sets and the registry of their tables. */
-#include "config.h"
-
 #include "kernels/isa.h"
 
 #include <pthread.h>

@@ -6,7 +6,6 @@
  * number past the end is ignored. Nobody has to acknowledge a job: a worker that sleeps through a short one costs
  * nothing.
  */
-#define _GNU_SOURCE
 #include "kernels/workers.h"
 
 #include <errno.h>

@@ -28,11 +28,11 @@ INLINE struct tile tile_at(const struct kern_packed *w, const struct kern_input 
     size_t g = (size_t)row * a->n_group;
     bool halves = w->group == 16;
     return (struct tile){
-        .q8 = a->q8 + g * 32,
-        .q16 = a->q16 ? a->q16 + g * 32 : NULL,
+        .q8 = a->q8 + g * KERN_GROUP,
+        .q16 = a->q16 ? a->q16 + g * KERN_GROUP : NULL,
         .d = a->d + g,
         .s = halves ? a->sh + 2 * g : a->s + g,
-        .ld_q = (size_t)a->n_group * 32,
+        .ld_q = (size_t)a->n_group * KERN_GROUP,
         .ld_d = (size_t)a->n_group,
         .ld_s = (size_t)a->n_group * (halves ? 2 : 1),
     };
@@ -178,7 +178,7 @@ static void row_p4(const struct kern_packed *w, int panel, int g0, const struct 
         _mm_prefetch((const char *)u + 2240, _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int v = 0; v < 4; v++) {
-            __m256i lo = quad(t->q8 + k * 32 + 4 * v), hi = quad(t->q8 + k * 32 + 16 + 4 * v);
+            __m256i lo = quad(t->q8 + k * KERN_GROUP + 4 * v), hi = quad(t->q8 + k * KERN_GROUP + 16 + 4 * v);
             for (int h = 0; h < 2; h++) {
                 __m256i x = _mm256_load_si256((const __m256i *)(u + 64 * v + 32 * h));
                 __m256i a = _mm256_maddubs_epi16(_mm256_and_si256(x, nibble), lo);
@@ -255,7 +255,7 @@ static void mul_quant(const struct kern_packed *w, int panel, int g0, const stru
                       int n_row, float *acc, void *scratch)
 {
     int kind = w->q_max <= 15 ? 0 : w->q_max <= 31 ? 1 : w->q_max <= 63 ? 2 : 3;
-    int per = 32 / w->group, n_scale = a->n_group * per;
+    int per = KERN_GROUP / w->group, n_scale = a->n_group * per;
     const uint8_t *u = kern_panel_q(w, panel) + (size_t)g0 * (w->form == KERN_P4 ? 256 : 512);
     float *sd = scratch, *sm = sd + (size_t)n_scale * KERN_PANEL;
     if (w->form == KERN_P4) {
@@ -316,8 +316,8 @@ INLINE void tile_float(const unsigned char *p, enum kern_form form, const float 
 INLINE void mul_float(const unsigned char *p, enum kern_form form, const float *x, int n_group, int n_row,
                       float *acc)
 {
-    size_t ld = (size_t)n_group * 32;
-    int n = n_group * 32, r = 0;
+    size_t ld = (size_t)n_group * KERN_GROUP;
+    int n = n_group * KERN_GROUP, r = 0;
     for (; r + 6 <= n_row; r += 6)
         tile_float(p, form, x + r * ld, ld, n, acc + (size_t)r * KERN_PANEL, 6);
     for (; r + 3 <= n_row; r += 3)
@@ -335,7 +335,7 @@ static void avx2_mul(const struct kern_packed *w, int panel, int g0, const struc
     }
     size_t width = w->form == KERN_PF32 ? 4 : 2;
     const unsigned char *p = kern_panel_q(w, panel) + (size_t)g0 * KERN_GROUP * KERN_PANEL * width;
-    const float *x = a->f32 + (size_t)row0 * a->n_group * 32;
+    const float *x = a->f32 + (size_t)row0 * a->n_group * KERN_GROUP;
     if (w->form == KERN_PF32)
         mul_float(p, KERN_PF32, x, a->n_group, n_row, acc);
     else if (w->form == KERN_PF16)

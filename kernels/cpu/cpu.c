@@ -1,5 +1,4 @@
 /* cpu.c - the CPU backend: opening, closing, and its table of operations. */
-#define _GNU_SOURCE
 #include "kernels/cpu/cpu.h"
 
 #include <stdio.h>

@@ -67,9 +67,9 @@ void cpu_score_read(void *be, int lane, int n_slot, float *out);
 void cpu_select(void *be, int lane, int layer, const struct kern_rule *rule, int n_query, float *kept_mass);
 
 /* --- cpu_linear.c: the value norm of CriticalKV needs the output projection --- */
-/* out[j] = mean over the group's query heads h of || Wo_h v_j ||_1 for n slots; v [n][head_dim] f32. Engine thread only:
- * it uses the workers itself. */
-void cpu_value_norm(struct cpu *c, int layer, int kv_head, const float *v, int n, float *out);
+/* out[j] = mean over the group's query heads h of || Wo_h v_j ||_1 for n slots; v [n][head_dim] f32. Single-threaded,
+ * with the scratch of `worker`: to be called inside a workers_run item with its worker (0 outside of one). */
+void cpu_value_norm(struct cpu *c, int layer, int kv_head, const float *v, int n, float *out, int worker);
 
 /* --- cpu_linear.c --- */
 int cpu_linear_init(struct cpu *c, struct skv_error *err);

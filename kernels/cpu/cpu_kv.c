@@ -1,5 +1,4 @@
 /* cpu_kv.c - the KV pool and its state arrays: taken once, written by attn_in, cleared page by page. */
-#define _GNU_SOURCE /* madvise, MAP_ANONYMOUS */
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>

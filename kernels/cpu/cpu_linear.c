@@ -18,14 +18,14 @@
 #define ROWS_INLINE  2     /* row work of so few rows isn't worth waking anyone for */
 #define ROWS_ITEM    8     /* rows of an item of row work */
 #define ROPE_AHEAD   256   /* positions added to the table at a time */
-#define VALUE_ROWS   64    /* slots of an item of cpu_value_norm */
+#define VALUE_ROWS   64    /* slots that cpu_value_norm takes at a time */
 #define GATED_PANELS 2     /* panels of a gated item: one 32-input group of the next product */
 
 struct cpu_linear_work {
     struct kern_input x;   /* [max_rows] normed hidden states */
     struct kern_input att; /* [max_rows] attention's output */
     struct kern_input ffn; /* [max_rows] gated MLP's inside */
-    struct kern_input val; /* [max_rows] value rows of cpu_value_norm */
+    struct kern_input val; /* [threads * VALUE_ROWS] value rows of cpu_value_norm */
     int32_t *pos;          /* [max_rows] position of each row of the pass */
     float *tmp;            /* [max_rows][d_model] before a post-norm; NULL when the model has none */
     float *rope;           /* [max_context][2 * rot_dim], see kern_linear_fns.rope */
@@ -106,7 +106,7 @@ static void place_inputs(const struct cpu *c, struct cpu_linear_work *l, const s
     input_place(&l->x, n->x, rows, c->d.d_model, l->inputs, at);
     input_place(&l->att, n->att, rows, q, l->inputs, at);
     input_place(&l->ffn, n->ffn, rows, c->d.n_ffn, l->inputs, at);
-    input_place(&l->val, n->att, rows, v, l->inputs, at);
+    input_place(&l->val, n->att, workers_count(c->workers) * VALUE_ROWS, v, l->inputs, at);
 }
 
 /* Frequencies as transformers computes them: in f32, divided by the model's factors. */
@@ -496,51 +496,40 @@ void cpu_logits(void *be, const float *x, const int32_t *row, int n, float *logi
 
 /* --- value norms ------------------------------------------------------------------------------------------------ */
 
-struct value_job {
-    struct cpu *c;
-    const struct cpu_mat *wo;
-    int first_head; /* of the group */
-    const float *v;
-    int n;
-    float *out;
-};
-
-/* The input rows of query head h: its own groups of Wo's inputs when heads are whole groups, else the full width with
- * zeros elsewhere. Returns the first group. */
-static int value_input(const struct value_job *j, int h, int row0, int n_row)
+/* Rows of the worker's own part of `val` = n_row value rows as the input of query head h: the head's groups of Wo's
+ * inputs when heads are whole groups, else the full width with zeros elsewhere. Returns the first group. */
+static int value_input(struct cpu *c, int h, const float *v, int row0, int n_row)
 {
-    const struct cpu *c = j->c;
     struct kern_input *in = &c->lw->val;
     int hd = c->d.head_dim;
     if (hd % KERN_GROUP == 0) {
-        for (int r = row0; h == j->first_head && r < row0 + n_row; r++)
-            c->isa->lin.act_set(in, r, j->v + (size_t)r * hd, hd);
+        for (int r = 0; r < n_row && h % c->g == 0; r++) /* the same for all heads of the group */
+            c->isa->lin.act_set(in, row0 + r, v + (size_t)r * hd, hd);
         return h * hd / KERN_GROUP;
     }
-    for (int r = row0; r < row0 + n_row; r++)
+    for (int r = 0; r < n_row; r++)
         for (int g = 0; g < in->n_group; g++) {
             float x[KERN_GROUP] = { 0 };
             for (int i = 0; i < KERN_GROUP; i++) {
                 int d = g * KERN_GROUP + i - h * hd;
                 if (d >= 0 && d < hd)
-                    x[i] = j->v[(size_t)r * hd + d];
+                    x[i] = v[(size_t)r * hd + d];
             }
-            c->isa->lin.act_set_group(in, r, g, x);
+            c->isa->lin.act_set_group(in, row0 + r, g, x);
         }
     return 0;
 }
 
-static void value_item(void *arg, int item, int worker)
+static void value_rows(struct cpu *c, int layer, int kv_head, const float *v, int n_row, float *out, int worker)
 {
-    const struct value_job *j = arg;
-    const struct cpu *c = j->c;
-    int row0 = item * VALUE_ROWS, n_row = j->n - row0 < VALUE_ROWS ? j->n - row0 : VALUE_ROWS;
+    const struct cpu_mat *wo = &c->w->layer[layer].wo;
     float *acc = tiles_of(c, worker), *sum = acc + VALUE_ROWS * KERN_PANEL;
+    int row0 = worker * VALUE_ROWS;
     memset(sum, 0, (size_t)n_row * KERN_PANEL * sizeof *sum);
-    for (int h = j->first_head; h < j->first_head + c->g; h++) {
-        int g0 = value_input(j, h, row0, n_row);
-        for (int p = 0; p < j->wo->p.n_panel; p++) {
-            cpu_mat_mul(c, j->wo, p, g0, &c->lw->val, row0, n_row, acc, scratch_of(c, worker));
+    for (int h = kv_head * c->g; h < (kv_head + 1) * c->g; h++) {
+        int g0 = value_input(c, h, v, row0, n_row);
+        for (int p = 0; p < wo->p.n_panel; p++) {
+            cpu_mat_mul(c, wo, p, g0, &c->lw->val, row0, n_row, acc, scratch_of(c, worker));
             for (int i = 0; i < n_row * KERN_PANEL; i++)
                 sum[i] += fabsf(acc[i]);
         }
@@ -549,16 +538,14 @@ static void value_item(void *arg, int item, int worker)
         float t = 0;
         for (int i = 0; i < KERN_PANEL; i++)
             t += sum[r * KERN_PANEL + i];
-        j->out[row0 + r] = t / (float)c->g;
+        out[r] = t / (float)c->g;
     }
 }
 
-void cpu_value_norm(struct cpu *c, int layer, int kv_head, const float *v, int n, float *out)
+void cpu_value_norm(struct cpu *c, int layer, int kv_head, const float *v, int n, float *out, int worker)
 {
-    for (int at = 0; at < n; at += c->cfg.max_rows) {
-        int k = n - at < c->cfg.max_rows ? n - at : c->cfg.max_rows;
-        struct value_job j = { .c = c, .wo = &c->w->layer[layer].wo, .first_head = kv_head * c->g,
-                               .v = v + (size_t)at * c->d.head_dim, .n = k, .out = out + at };
-        workers_run(c->workers, (k + VALUE_ROWS - 1) / VALUE_ROWS, value_item, &j);
+    for (int at = 0; at < n; at += VALUE_ROWS) {
+        int k = n - at < VALUE_ROWS ? n - at : VALUE_ROWS;
+        value_rows(c, layer, kv_head, v + (size_t)at * c->d.head_dim, k, out + at, worker);
     }
 }

@@ -295,7 +295,7 @@ static void value_chunk(void *arg, int item, int worker)
         int slot = s->cand[from + i];
         kern_attn_load_v(&c->kv.page, cpu_page(c, s->table[slot / SLOTS]), slot % SLOTS, v + i * head_dim);
     }
-    cpu_value_norm(c, job->layer, h, v, n, s->norm + from);
+    cpu_value_norm(c, job->layer, h, v, n, s->norm + from, worker);
 }
 
 /* Task: the second half, by (score / n_query + eps) * norm. */

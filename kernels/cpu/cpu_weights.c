@@ -2,133 +2,14 @@
 #include "kernels/cpu/cpu_weights.h"
 
 #include "kernels/blocks.h"
+#include "kernels/pack.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
-
-/* --- shapes ---------------------------------------------------------------------------------------- */
 
 static size_t round_up(size_t n, size_t to)
 {
     return (n + to - 1) / to * to;
-}
-
-static void packed_shape(struct kern_packed *p, const struct kern_tensor *t)
-{
-    *p = (struct kern_packed){ .rows = t->rows, .cols = t->cols, .group = 32 };
-    p->n_panel = (int)((t->rows + KERN_PANEL - 1) / KERN_PANEL);
-    p->n_group = (int)((t->cols + KERN_GROUP - 1) / KERN_GROUP);
-    size_t inputs = (size_t)p->n_group * KERN_GROUP;
-    switch (t->type) {
-    case KERN_F32:
-        p->form = KERN_PF32;
-        p->q_bytes = inputs * KERN_PANEL * 4;
-        break;
-    case KERN_F16:
-    case KERN_BF16:
-        p->form = t->type == KERN_F16 ? KERN_PF16 : KERN_PBF16;
-        p->q_bytes = inputs * KERN_PANEL * 2;
-        break;
-    default:
-        p->q_max = t->type == KERN_Q8_0 ? 255
-                   : t->type == KERN_Q6_K ? 63
-                   : t->type == KERN_Q5_0 || t->type == KERN_Q5_1 || t->type == KERN_Q5_K ? 31 : 15;
-        p->form = p->q_max == 15 ? KERN_P4 : KERN_P8;
-        p->group = t->type == KERN_Q6_K ? 16 : 32;
-        p->n_scale = p->n_group * KERN_GROUP / p->group;
-        p->has_m = kern_type_has_min(t->type);
-        p->zero = kern_type_zero(t->type);
-        p->q_bytes = inputs * KERN_PANEL / (p->form == KERN_P4 ? 2 : 1);
-    }
-    size_t scales = (size_t)p->n_scale * KERN_PANEL * sizeof(uint16_t);
-    p->panel_bytes = round_up(p->q_bytes + scales * (p->has_m ? 2 : 1), 64);
-}
-
-/* --- repacking one panel ------------------------------------------------------------------------------ */
-
-/* Half precision, kept finite: only a broken file has scales beyond it. */
-static uint16_t half(float f)
-{
-    return kern_f32_to_f16(fminf(fmaxf(f, -65504.0f), 65504.0f));
-}
-
-/* Row j of a panel, its 32 inputs of group g. */
-static void put_group(const struct kern_packed *p, unsigned char *panel, int j, int g, const struct kern_group *q)
-{
-    unsigned char *to = panel + (size_t)g * (p->form == KERN_P4 ? 256 : 512) + 4 * j;
-    if (p->form == KERN_P8) {
-        for (int v = 0; v < 8; v++)
-            memcpy(to + 64 * v, q->q + 4 * v, 4);
-    } else {
-        for (int v = 0; v < 4; v++) {
-            uint32_t lo, hi;
-            memcpy(&lo, q->q + 4 * v, 4);
-            memcpy(&hi, q->q + 16 + 4 * v, 4);
-            lo |= hi << 4;
-            memcpy(to + 64 * v, &lo, 4);
-        }
-    }
-    uint16_t *d = (uint16_t *)(panel + p->q_bytes), *m = d + (size_t)p->n_scale * KERN_PANEL;
-    int per = KERN_GROUP / p->group;
-    for (int k = 0; k < per; k++)
-        d[(size_t)(g * per + k) * KERN_PANEL + j] = half(q->d[k]);
-    if (p->has_m)
-        m[(size_t)g * KERN_PANEL + j] = half(q->m);
-}
-
-static void pack_row_quant(const struct cpu_mat *mat, unsigned char *panel, int j, const void *row)
-{
-    struct kern_group q;
-    for (int g = 0; g < mat->p.n_group; g++) {
-        kern_group_get(mat->src.type, row, g, &q);
-        put_group(&mat->p, panel, j, g, &q);
-    }
-}
-
-/* Q4_0 and Q4_1 blocks hold their nibbles as P4 does, so bytes are copied as they are. */
-static void pack_row_q4(const struct cpu_mat *mat, unsigned char *panel, int j, const void *row)
-{
-    const unsigned char *b = row;
-    size_t block = kern_type_block_bytes(mat->src.type);
-    uint16_t *d = (uint16_t *)(panel + mat->p.q_bytes) + j, *m = d + (size_t)mat->p.n_scale * KERN_PANEL;
-    for (int g = 0; g < mat->p.n_group; g++, b += block) {
-        unsigned char *to = panel + (size_t)g * 256 + 4 * j;
-        const unsigned char *qs = b + block - 16;
-        for (int v = 0; v < 4; v++)
-            memcpy(to + 64 * v, qs + 4 * v, 4);
-        memcpy(&d[(size_t)g * KERN_PANEL], b, 2);
-        if (mat->p.has_m)
-            memcpy(&m[(size_t)g * KERN_PANEL], b + 2, 2);
-    }
-}
-
-static void pack_row_float(const struct cpu_mat *mat, unsigned char *panel, int j, const void *row)
-{
-    if (mat->p.form == KERN_PF32) {
-        const float *x = row;
-        for (int64_t i = 0; i < mat->p.cols; i++)
-            ((float *)panel)[i * KERN_PANEL + j] = x[i];
-        return;
-    }
-    const uint16_t *x = row;
-    uint16_t *to = (uint16_t *)panel;
-    for (int64_t i = 0; i < mat->p.cols; i++)
-        to[mat->p.form == KERN_PF16 ? i * KERN_PANEL + j : (i / 2) * 2 * KERN_PANEL + 2 * j + i % 2] = x[i];
-}
-
-static void pack_panel(const struct cpu_mat *mat, int panel)
-{
-    unsigned char *to = mat->p.data + (size_t)panel * mat->p.panel_bytes;
-    size_t row_bytes = kern_row_bytes(mat->src.type, mat->src.cols);
-    int type = mat->src.type;
-    void (*pack)(const struct cpu_mat *, unsigned char *, int, const void *) =
-        type == KERN_Q4_0 || type == KERN_Q4_1 ? pack_row_q4 : mat->p.n_scale ? pack_row_quant : pack_row_float;
-    for (int j = 0; j < KERN_PANEL; j++) {
-        int64_t row = (int64_t)panel * KERN_PANEL + j;
-        if (row < mat->p.rows) /* the rest stays zero: the arena comes zeroed */
-            pack(mat, to, j, (const unsigned char *)mat->src.data + (size_t)row * row_bytes);
-    }
 }
 
 /* --- all matrices ---------------------------------------------------------------------------------------- */
@@ -153,7 +34,7 @@ static int add_mat(struct load *l, struct cpu_mat *m, const struct kern_tensor *
                         (long long)t->rows, (long long)t->cols, kern_type_name(t->type), (long long)rows,
                         (long long)cols);
     m->src = *t;
-    packed_shape(&m->p, t);
+    kern_pack_shape(&m->p, t);
     l->mat[l->n_mat++] = m;
     l->bytes += (size_t)m->p.n_panel * m->p.panel_bytes;
     return 0;
@@ -225,7 +106,7 @@ static void pack_item(void *arg, int item, int worker)
     const struct cpu_mat *m = l->mat[k];
     int from = (item - l->first[k]) * l->chunk;
     for (int p = from; p < from + l->chunk && p < m->p.n_panel; p++)
-        pack_panel(m, p);
+        kern_pack_panel(&m->p, &m->src, p);
 }
 
 static int pack_all(struct load *l)
