@@ -475,155 +475,127 @@ void chat_text_free(struct chat_text *c)
 
 /* ---- encoding ------------------------------------------------------------------------------------------- */
 
-/* Text between control tokens gathers in `text` until the next one; a mark in it becomes a token's index then. */
-struct encode {
-    const struct tokenizer *tok;
-    struct tok_ids *out;
-    char *text; /* room for the whole chat */
-    size_t len;
-    struct {
-        size_t at;    /* in text */
-        bool waiting; /* text must be encoded first */
-        int index;    /* in out */
-    } mark[2];
-};
-
-enum { SYSTEM_TO = 0, LAST_FROM = 1 };
-
-static void set_mark(struct encode *e, int which)
+/* The control tokens in a template's piece, as marks at base + their places; returns how many (counts only if !mark). */
+static size_t piece_marks(const struct tokenizer *tok, const struct chat_piece *p, size_t base, struct tok_mark *mark)
 {
-    e->mark[which].at = e->len;
-    e->mark[which].waiting = e->len > 0;
-    e->mark[which].index = e->out->n;
-}
-
-/* Index of the first token from `first` on that begins at byte `at` of the text or later. */
-static int index_at(const struct encode *e, int first, size_t at)
-{
-    size_t total = 0, sum = 0, k;
-    for (int i = first; i < e->out->n; i++) {
-        tok_bytes(e->tok, e->out->id[i], true, &k);
-        total += k;
-    }
-    size_t lead = total > e->len ? total - e->len : 0; /* the blank that encoding puts first */
-    for (int i = first; i < e->out->n; i++) {
-        if (sum >= at + lead)
-            return i;
-        tok_bytes(e->tok, e->out->id[i], true, &k);
-        sum += k;
-    }
-    return e->out->n;
-}
-
-static int flush(struct encode *e, struct skv_error *err)
-{
-    int first = e->out->n;
-    if (e->len && tok_encode(e->tok, e->text, e->len, false, e->out, err))
-        return -1;
-    for (int i = 0; i < 2; i++)
-        if (e->mark[i].waiting) {
-            e->mark[i].index = index_at(e, first, e->mark[i].at);
-            e->mark[i].waiting = false;
-        }
-    e->len = 0;
-    return 0;
-}
-
-static int push_id(struct tok_ids *out, int32_t id, struct skv_error *err)
-{
-    if (out->n == out->cap) {
-        int cap = out->cap ? out->cap * 2 : 64;
-        int32_t *p = realloc(out->id, (size_t)cap * sizeof(*p));
-        if (!p)
-            return skv_fail(err, SKV_NO_MEMORY, "no memory for %d tokens", cap);
-        out->id = p;
-        out->cap = cap;
-    }
-    out->id[out->n++] = id;
-    return 0;
-}
-
-static void gather(struct encode *e, const char *s, size_t len)
-{
-    memcpy(e->text + e->len, s, len);
-    e->len += len;
-}
-
-static int encode_piece(struct encode *e, const struct chat_piece *p, struct skv_error *err)
-{
-    const char *s = p->s;
-    size_t len = p->len, at = 0, n;
+    size_t n = 0, pos = 0, at = 0, len;
     int32_t id = -1;
-    while (p->special && (n = tok_next_special(e->tok, s, len, &at, &id))) {
-        gather(e, s, at);
-        if (flush(e, err) || push_id(e->out, id, err))
-            return -1;
-        s += at + n;
-        len -= at + n;
+    while (p->special && pos < p->len && (len = tok_next_special(tok, p->s + pos, p->len - pos, &at, &id))) {
+        if (mark)
+            mark[n] = (struct tok_mark){ base + pos + at, len, id };
+        pos += at + len;
+        n++;
     }
-    gather(e, s, len);
-    return 0;
+    return n;
 }
 
-static int encode_pieces(struct encode *e, const struct chat_text *c, struct skv_error *err)
+static void note_place(struct chat_job *job, enum chat_mark m, size_t at)
 {
-    bool system = true, last = false;
+    if (job->at[m] == SIZE_MAX)
+        job->at[m] = at;
+}
+
+int chat_job_init(struct chat_job *job, const struct tokenizer *tok, const struct chat_text *c, struct skv_error *err)
+{
+    size_t total = 0, n = 0, len = 0;
+    memset(job, 0, sizeof(*job));
+    for (int i = 0; i < c->n; i++) {
+        total += c->piece[i].len;
+        n += piece_marks(tok, &c->piece[i], 0, NULL);
+    }
+    job->text = malloc(total ? total : 1);
+    job->mark = malloc((n ? n : 1) * sizeof(*job->mark));
+    if (!job->text || !job->mark || n > INT32_MAX) {
+        chat_job_fini(job);
+        return skv_fail(err, SKV_NO_MEMORY, "no memory for a chat of %zu bytes", total);
+    }
+    for (int m = 0; m < CHAT_MARKS; m++)
+        job->at[m] = SIZE_MAX;
+    n = 0;
     for (int i = 0; i < c->n; i++) {
         const struct chat_piece *p = &c->piece[i];
-        if (system && !p->system) {
-            system = false;
-            set_mark(e, SYSTEM_TO);
-        }
-        if (!last && p->last_message) {
-            last = true;
-            set_mark(e, LAST_FROM);
-        }
-        if (encode_piece(e, p, err))
-            return -1;
+        if (!p->system)
+            note_place(job, CHAT_SYSTEM_TO, len);
+        if (p->last_message)
+            note_place(job, CHAT_LAST_FROM, len);
+        else if (job->at[CHAT_LAST_FROM] != SIZE_MAX)
+            note_place(job, CHAT_TAIL_FROM, len);
+        n += piece_marks(tok, p, len, job->mark + n);
+        memcpy(job->text + len, p->s, p->len);
+        len += p->len;
     }
-    if (system)
-        set_mark(e, SYSTEM_TO);
-    if (!last)
-        set_mark(e, LAST_FROM);
-    return flush(e, err);
+    for (int m = 0; m < CHAT_MARKS; m++)
+        note_place(job, (enum chat_mark)m, len);
+    job->tok = (struct tok_job){ .text = job->text, .len = len, .mark = job->mark, .n_mark = (int)n };
+    job->bos = c->first && tok_add_bos(tok) && !(n && job->mark[0].at == 0 && job->mark[0].id == tok_bos(tok));
+    return 0;
 }
 
-/* BOS in front, where the file wants it and the template did not put it. */
-static int lead_bos(const struct tokenizer *tok, const struct chat_text *c, int from, struct tok_ids *out,
-                    struct skv_error *err)
+/* Places that encoding has reached become indices; returns the bytes to the next place. */
+static size_t reach(struct chat_job *job, const struct tok_ids *out)
 {
-    if (!c->first || !tok_add_bos(tok) || (out->n > from && out->id[from] == tok_bos(tok)))
-        return 0;
-    if (push_id(out, 0, err))
+    size_t next = SIZE_MAX;
+    for (int m = 0; m < CHAT_MARKS; m++) {
+        if (job->set[m])
+            continue;
+        if (job->at[m] <= job->tok.done) {
+            job->set[m] = true;
+            job->index[m] = out->n;
+        } else if (job->at[m] - job->tok.done < next) {
+            next = job->at[m] - job->tok.done;
+        }
+    }
+    return next;
+}
+
+static int put_bos(struct chat_job *job, const struct tokenizer *tok, struct tok_ids *out, struct skv_error *err)
+{
+    struct tok_mark m = { 0, 1, tok_bos(tok) };
+    struct tok_job one = { .text = " ", .len = 1, .mark = &m, .n_mark = 1 };
+    if (job->at[CHAT_SYSTEM_TO] == 0) { /* there is no system turn that it could belong to */
+        job->set[CHAT_SYSTEM_TO] = true;
+        job->index[CHAT_SYSTEM_TO] = out->n;
+    }
+    return tok_encode_some(tok, &one, 1, out, err) < 0 ? -1 : 0;
+}
+
+int chat_job_some(struct chat_job *job, const struct tokenizer *tok, size_t max_bytes, struct tok_ids *out,
+                  struct skv_error *err)
+{
+    size_t from = job->tok.done;
+    if (!job->begun && job->bos && put_bos(job, tok, out, err))
         return -1;
-    memmove(out->id + from + 1, out->id + from, (size_t)(out->n - 1 - from) * sizeof(*out->id));
-    out->id[from] = tok_bos(tok);
-    return 1;
+    job->begun = true;
+    while (job->tok.done < job->tok.len && job->tok.done - from < max_bytes) {
+        size_t most = max_bytes - (job->tok.done - from), place = reach(job, out);
+        if (tok_encode_some(tok, &job->tok, place < most ? place : most, out, err) < 0)
+            return -1;
+    }
+    reach(job, out);
+    return job->tok.done >= job->tok.len;
+}
+
+void chat_job_fini(struct chat_job *job)
+{
+    free(job->text);
+    free(job->mark);
+    memset(job, 0, sizeof(*job));
 }
 
 int chat_encode(const struct tokenizer *tok, const struct chat_text *c, struct tok_ids *out, int *system_to,
                 int *last_from, struct skv_error *err)
 {
-    struct encode e = { .tok = tok, .out = out };
-    size_t total = 0;
+    struct chat_job job;
     int from = out->n;
-    for (int i = 0; i < c->n; i++)
-        total += c->piece[i].len;
-    e.text = malloc(total ? total : 1);
-    if (!e.text)
-        return skv_fail(err, SKV_NO_MEMORY, "no memory for a chat of %zu bytes", total);
-    int rc = encode_pieces(&e, c, err);
-    free(e.text);
-    int bos = rc ? -1 : lead_bos(tok, c, from, out, err);
-    if (bos < 0) {
-        out->n = from;
+    if (chat_job_init(&job, tok, c, err))
         return -1;
-    }
-    /* A BOS in front belongs to the system turn if there is one. */
-    int system_n = e.mark[SYSTEM_TO].index - from;
-    if (system_to)
-        *system_to = system_n ? system_n + bos : 0;
-    if (last_from)
-        *last_from = e.mark[LAST_FROM].index - from + bos;
-    return 0;
+    int rc = chat_job_some(&job, tok, SIZE_MAX, out, err);
+    if (rc < 0)
+        out->n = from;
+    if (rc > 0 && system_to)
+        *system_to = job.index[CHAT_SYSTEM_TO] - from;
+    if (rc > 0 && last_from)
+        *last_from = job.index[CHAT_LAST_FROM] - from;
+    chat_job_fini(&job);
+    return rc < 0 ? -1 : 0;
 }

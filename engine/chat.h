@@ -32,7 +32,7 @@ struct chat_piece {
 struct chat_text {
     struct chat_piece *piece;
     int n;
-    bool first; /* not continued: chat_encode puts BOS in front if the file asks for it and the template has none */
+    bool first; /* not continued: see chat_job_init on BOS */
 };
 
 /* Render. `continued`: the messages follow an answer of the same session (no BOS, no default system turn; begins with what
@@ -42,10 +42,35 @@ int chat_render(const struct chat_template *t, const struct engine_message *msg,
                 bool continued, struct chat_text *out, struct skv_error *err);
 void chat_text_free(struct chat_text *c);
 
-/* Append the ids of the rendered pieces: control tokens come out of the template's pieces only, the text between them is
- * encoded as one, as if it had never been in pieces. If not NULL: *system_to = tokens of the system turn
- * [0, system_to), *last_from = first token of the last message's turn (both counted from the first token of this chat; where
- * a turn begins inside a token, from the next one). */
+/* Encoding a rendered chat, in bounded pieces like tok_encode_some: control tokens come out of the template's pieces only,
+ * the text between them is encoded as one, as if it had never been in pieces. After chat_job_init `c` may go. Each call of
+ * chat_job_some appends to out, until it returns 1; 0: more to do; -1 with *err. BOS comes first if the file asks for it, the
+ * template has none and the chat is not continued. */
+enum chat_mark {
+    CHAT_SYSTEM_TO = 0, /* where the leading system turn ends */
+    CHAT_LAST_FROM,     /* where the last message's turn begins */
+    CHAT_TAIL_FROM,     /* where what follows it begins (the header of the answer), or the end */
+    CHAT_MARKS
+};
+struct chat_job {
+    struct tok_job tok;
+    /* Index in out of the first token that begins there or later (in a word that crosses the place: after the word);
+     * complete when chat_job_some has returned 1. Without a system turn CHAT_SYSTEM_TO is where out began. */
+    int index[CHAT_MARKS];
+    /* private */
+    char *text;
+    struct tok_mark *mark;
+    size_t at[CHAT_MARKS];
+    bool set[CHAT_MARKS];
+    bool begun, bos;
+};
+int chat_job_init(struct chat_job *job, const struct tokenizer *tok, const struct chat_text *c, struct skv_error *err);
+int chat_job_some(struct chat_job *job, const struct tokenizer *tok, size_t max_bytes, struct tok_ids *out,
+                  struct skv_error *err);
+void chat_job_fini(struct chat_job *job); /* also after a failed or unfinished one; a zeroed one is fine */
+
+/* The whole at once. If not NULL: *system_to = tokens of the system turn [0, system_to), *last_from = first token of the
+ * last message's turn, both counted from the chat's first token. */
 int chat_encode(const struct tokenizer *tok, const struct chat_text *c, struct tok_ids *out, int *system_to,
                 int *last_from, struct skv_error *err);
 

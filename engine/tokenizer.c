@@ -115,14 +115,20 @@ size_t tok_next_special(const struct tokenizer *t, const char *s, size_t len, si
     return next_special(t, &t->all, s, len, at, id);
 }
 
-/* Look for the next special token from job->done on, once for each. */
+/* Look for the next special token from job->done on, once for each; a mark is one. */
 static void find_special(const struct tokenizer *t, struct tok_job *job)
 {
     const struct tok_specials *sp = job->special ? &t->all : &t->user;
-    size_t at = 0, rest = job->len - job->done;
-    job->next_len = next_special(t, sp, job->text + job->done, rest, &at, &job->next_id);
-    job->next = job->next_len ? job->done + at : job->len;
+    const struct tok_mark *m = job->mark_at < job->n_mark ? &job->mark[job->mark_at] : NULL;
+    size_t at = 0, end = m ? m->at : job->len;
     job->searched = true;
+    job->next_len = next_special(t, sp, job->text + job->done, end - job->done, &at, &job->next_id);
+    job->next = job->next_len ? job->done + at : end;
+    if (!job->next_len && m) {
+        job->next_len = m->len;
+        job->next_id = m->id;
+        job->mark_at++;
+    }
 }
 
 static int not_utf8(const struct tok_job *job, struct skv_error *err)

@@ -38,16 +38,23 @@ struct tok_ids {
 /* Encoding in bounded pieces, so that a huge text never holds up a step: start with job = {text, len, special}, call
  * until it returns 1. special: control tokens' texts are parsed as the tokens; else they are plain text. Input that is not
  * UTF-8 is refused (BAD_REQUEST, naming the byte offset). Appends to out. -1 with *err (also NO_MEMORY). */
+struct tok_mark { /* [at, at + len) of the text is the token id, whatever the tokenizer says */
+    size_t at, len;
+    int32_t id;
+};
 struct tok_job {
     const char *text;
     size_t len;
     bool special;
+    const struct tok_mark *mark; /* [n_mark] ascending, apart from one another; not with special. NULL: none */
+    int n_mark;
     size_t done;       /* bytes so far: progress */
     /* private, zero at first */
     bool not_first;    /* "llama" kind: the leading space was handled */
     bool searched;     /* next is known */
     size_t next, next_len; /* place and length of the next special token; next == len: none */
     int32_t next_id;
+    int mark_at;
 };
 int tok_encode_some(const struct tokenizer *t, struct tok_job *job, size_t max_bytes, struct tok_ids *out,
                     struct skv_error *err);
