@@ -531,6 +531,13 @@ int chat_job_init(struct chat_job *job, const struct tokenizer *tok, const struc
     return 0;
 }
 
+void chat_job_text(struct chat_job *job, char *take, size_t len, bool special)
+{
+    memset(job, 0, sizeof(*job));
+    job->text = take;
+    job->tok = (struct tok_job){ .text = take, .len = len, .special = special };
+}
+
 /* Places that encoding has reached become indices; returns the bytes to the next place. */
 static size_t reach(struct chat_job *job, const struct tok_ids *out)
 {

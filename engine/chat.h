@@ -65,6 +65,8 @@ struct chat_job {
     bool begun, bos;
 };
 int chat_job_init(struct chat_job *job, const struct tokenizer *tok, const struct chat_text *c, struct skv_error *err);
+/* The same for a plain text: `take` (malloc'd, may be NULL when len is 0) belongs to the job then. The indices mean nothing. */
+void chat_job_text(struct chat_job *job, char *take, size_t len, bool special);
 int chat_job_some(struct chat_job *job, const struct tokenizer *tok, size_t max_bytes, struct tok_ids *out,
                   struct skv_error *err);
 void chat_job_fini(struct chat_job *job); /* also after a failed or unfinished one; a zeroed one is fine */

@@ -27,7 +27,7 @@ static int detokenize(struct engine *e, struct engine_request *r, struct engine_
 
 static int apply_template(struct engine *e, struct engine_request *r, struct engine_answer *a, struct skv_error *err)
 {
-    struct chat_text c = { NULL, 0 };
+    struct chat_text c = { 0 };
     struct tok_ids ids = { NULL, 0, 0 };
     size_t len = 0;
 

@@ -13,8 +13,7 @@ static void free_answer(struct seq *s)
     free(s->text.raw);
     free(s->text.out);
     memset(&s->text, 0, sizeof s->text);
-    chat_text_free(&s->pieces);
-    memset(&s->pieces, 0, sizeof s->pieces);
+    chat_job_fini(&s->job);
     for (int i = 0; s->cont_top != NULL && i < s->cont.n * n_top; i++)
         free(s->cont_top[i].text.s);
     free(s->cont_top);
@@ -49,12 +48,11 @@ void seq_begin_request(struct seq *s, uint64_t id, struct engine_request *take)
     s->pid = take->pid;
     s->state = SEQ_TEXT;
     s->paused = false;
-    s->piece = 0;
+    s->text_begun = false;
     s->n_cached = s->n_kv;
     s->prompt_from = s->n_kv;
     s->n_before = s->tokens.n;
     s->n_prompt = 0;
-    memset(&s->job, 0, sizeof s->job);
     s->system_to = s->last_from = s->tail_from = -1;
     s->n_answer = 0;
     s->bypassed = 0;

@@ -40,9 +40,8 @@ struct seq {
     char session[64];      /* "" none */
 
     /* encoding */
-    struct chat_text pieces;
-    int piece;
-    struct tok_job job;
+    struct chat_job job;
+    bool text_begun;
     int system_to, last_from, tail_from; /* token marks of a rendered chat, -1: none */
 
     /* tokens: [0, n_kv) are in the KV memory, the rest is this request's prompt and then its answer's last token */

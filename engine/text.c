@@ -35,67 +35,54 @@ static int push_tokens(const struct engine *e, struct tok_ids *ids, const int32_
     return 0;
 }
 
-/* Make the list of pieces to encode. A plain text is one piece. */
+static int begin_chat(struct engine *e, struct seq *s, bool fresh, struct skv_error *err)
+{
+    struct engine_request *r = s->req;
+    struct chat_text c;
+
+    if (e->model.chat == NULL)
+        return skv_fail(err, SKV_BAD_REQUEST, "messages need a chat template: %s", e->model.chat_error.msg);
+    if (chat_render(e->model.chat, r->messages, r->n_messages, r->add_generation_prompt, !fresh, &c, err) < 0)
+        return -1;
+    int rc = chat_job_init(&s->job, e->model.tok, &c, err);
+    chat_text_free(&c);
+    return rc;
+}
+
+/* Set up what is to be encoded. */
 static int begin(struct engine *e, struct seq *s, struct skv_error *err)
 {
     struct engine_request *r = s->req;
     bool fresh = s->n_kv == 0 && s->tokens.n == 0;
 
+    s->text_begun = true;
     if (r->n_tokens >= 0)
         return push_tokens(e, &s->tokens, r->tokens, r->n_tokens, "tokens", err);
-    if (r->n_messages >= 0) {
-        if (e->model.chat == NULL)
-            return skv_fail(err, SKV_BAD_REQUEST, "messages need a chat template: %s", e->model.chat_error.msg);
-        return chat_render(e->model.chat, r->messages, r->n_messages, r->add_generation_prompt, !fresh, &s->pieces, err);
-    }
-    s->pieces.piece = calloc(1, sizeof *s->pieces.piece);
-    if (s->pieces.piece == NULL)
-        return skv_fail(err, SKV_INTERNAL, "no memory");
-    s->pieces.n = 1;
-    s->pieces.piece[0] = (struct chat_piece){ .s = r->text.s, .len = r->text.len,
-                                              .special = r->kind == ENGINE_TOKENIZE ? r->special : !r->raw };
-    r->text.s = NULL; /* the piece owns it now */
+    if (r->n_messages >= 0)
+        return begin_chat(e, s, fresh, err);
+    chat_job_text(&s->job, r->text.s, r->text.len, r->kind == ENGINE_TOKENIZE ? r->special : !r->raw);
+    r->text.s = NULL; /* the job owns it now */
     if (r->kind == ENGINE_TOKENIZE ? r->bos : fresh && !r->raw && tok_add_bos(e->model.tok))
         if (tok_bos(e->model.tok) >= 0)
             return push_token(&s->tokens, tok_bos(e->model.tok), err);
     return 0;
 }
 
-/* Marks of a rendered chat: where the system turn ends, where the last message and the closing header begin. */
-static void mark_piece(struct seq *s, const struct chat_piece *p)
-{
-    if (p->last_message && s->last_from < 0)
-        s->last_from = s->tokens.n;
-    if (!p->last_message && s->last_from >= 0 && s->tail_from < 0)
-        s->tail_from = s->tokens.n;
-}
-
 /* Encode up to *budget bytes. 1: all done, 0: more to do, -1: failed. */
 static int encode_some(struct engine *e, struct seq *s, size_t *budget, struct skv_error *err)
 {
-    if (s->pieces.n == 0 && s->piece == 0 && begin(e, s, err) < 0)
+    if (!s->text_begun && begin(e, s, err) < 0)
         return -1;
-    while (s->piece < s->pieces.n) {
-        struct chat_piece *p = &s->pieces.piece[s->piece];
-        if (s->job.text == NULL) {
-            mark_piece(s, p);
-            s->job = (struct tok_job){ .text = p->s, .len = p->len, .special = p->special };
-        }
-        size_t before = s->job.done;
-        int r = p->len == 0 ? 1 : tok_encode_some(e->model.tok, &s->job, *budget, &s->tokens, err);
-        if (r < 0)
-            return -1;
-        *budget -= s->job.done - before < *budget ? s->job.done - before : *budget;
-        if (r == 0)
-            return 0;
-        if (p->system)
-            s->system_to = s->tokens.n;
-        memset(&s->job, 0, sizeof s->job);
-        s->piece++;
-        if (*budget == 0 && s->piece < s->pieces.n)
-            return 0;
+    size_t before = s->job.tok.done;
+    int r = chat_job_some(&s->job, e->model.tok, *budget, &s->tokens, err);
+    size_t used = s->job.tok.done - before;
+    *budget -= used < *budget ? used : *budget;
+    if (r == 1 && s->req->n_messages >= 0) {
+        s->system_to = s->job.index[CHAT_SYSTEM_TO];
+        s->last_from = s->job.index[CHAT_LAST_FROM];
+        s->tail_from = s->job.index[CHAT_TAIL_FROM];
     }
-    return 1;
+    return r;
 }
 
 /* The continuation of a score request: short, encoded at once. */
@@ -149,8 +136,7 @@ static void encode(struct engine *e, struct seq *s, size_t *budget)
         sched_fail(e, s, err.code, "%s", err.msg);
         return;
     }
-    chat_text_free(&s->pieces);
-    memset(&s->pieces, 0, sizeof s->pieces);
+    chat_job_fini(&s->job);
     if (s->req->kind == ENGINE_TOKENIZE)
         finish_tokenize(e, s);
     else
