@@ -1,7 +1,240 @@
-/* attn.c - attention's micro-kernels for avx2: none that beats the ISA below is in the table. */
-#include "kernels/isa_attn.h"
+/* attn.c - attention in AVX2 and FMA: the f32 form (pages in place, or f32 panels of the other dtypes), the scores, the
+ * table. */
+#include "kernels/avx2/attn_vec.h"
+
+/* ---- s = q k ---------------------------------------------------------------------------------------------- */
+
+/* n_row rows against 8 n_col slots from column j on. */
+INLINE void qk_tile(const float *k, const unsigned char *next, int hd, const char *q, const int n_row, const int n_col,
+                    const float *scale, float *s)
+{
+    size_t q_bytes = KERN_ATTN_Q_BYTES(hd);
+    __m256 acc[6][4];
+#pragma GCC unroll 6
+    for (int r = 0; r < n_row; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < n_col; c++)
+            acc[r][c] = _mm256_setzero_ps();
+    for (int d = 0; d < hd; d++, k += SLOTS, next += SLOTS * 4) {
+        __m256 x[4];
+        prefetch_line(next, 0);
+#pragma GCC unroll 4
+        for (int c = 0; c < n_col; c++)
+            x[c] = _mm256_load_ps(k + c * 8);
+#pragma GCC unroll 6
+        for (int r = 0; r < n_row; r++) {
+            __m256 w = _mm256_broadcast_ss((const float *)(q + r * q_bytes) + d);
+#pragma GCC unroll 4
+            for (int c = 0; c < n_col; c++)
+                acc[r][c] = _mm256_fmadd_ps(w, x[c], acc[r][c]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < n_row; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < n_col; c++) {
+            __m256 y = scale ? _mm256_mul_ps(acc[r][c], _mm256_load_ps(scale + c * 8)) : acc[r][c];
+            _mm256_store_ps(s + r * KERN_ATTN_BLOCK + c * 8, y);
+        }
+}
+
+INLINE void qk_rows(const struct kern_attn_block *b, const char *q, const int n_row, const int n_col, float *s)
+{
+    for (int i = 0; i < b->n_page; i++)
+        for (int j = 0; j < SLOTS; j += 8 * n_col)
+            qk_tile((const float *)b->k[i] + j, b->k[i + 1] + j * 4, b->hd, q, n_row, n_col,
+                    b->k_scale[i] ? b->k_scale[i] + j : NULL, s + i * SLOTS + j);
+}
+
+static void qk_f32(const struct kern_attn_block *b, const void *q, int n_row, float *s)
+{
+    const char *at = q;
+    for (; n_row >= 6; n_row -= 6, at += 6 * KERN_ATTN_Q_BYTES(b->hd), s += 6 * KERN_ATTN_BLOCK)
+        qk_rows(b, at, 6, 2, s);
+    for (; n_row >= 3; n_row -= 3, at += 3 * KERN_ATTN_Q_BYTES(b->hd), s += 3 * KERN_ATTN_BLOCK)
+        qk_rows(b, at, 3, 4, s);
+    for (; n_row > 0; n_row--, at += KERN_ATTN_Q_BYTES(b->hd), s += KERN_ATTN_BLOCK)
+        qk_rows(b, at, 1, 4, s);
+}
+
+/* ---- p ------------------------------------------------------------------------------------------------------ */
+
+static void softmax_row(const struct kern_attn_block *b, const float *s, int seen, float m, float *l, float *p)
+{
+    __m256 max = _mm256_set1_ps(m), sum = _mm256_setzero_ps();
+    for (int i = 0; i < b->n_page; i++, s += SLOTS, p += SLOTS, seen -= SLOTS)
+        for (int j = 0; j < SLOTS; j += 8) {
+            __m256 e = exp2_v8(_mm256_sub_ps(_mm256_load_ps(s + j), max));
+            if (seen < SLOTS)
+                e = _mm256_and_ps(e, seen_mask(seen, j));
+            sum = _mm256_add_ps(sum, e);
+            if (b->v_scale[i])
+                e = _mm256_mul_ps(e, _mm256_load_ps(b->v_scale[i] + j));
+            _mm256_store_ps(p + j, e);
+        }
+    *l += sum_v8(sum);
+}
+
+static void softmax_f32(const struct kern_attn_block *b, const float *s, int n_row, const int32_t *seen, float *m,
+                        float *l, float *alpha, void *p)
+{
+    int n_slot = b->n_page * SLOTS;
+    for (int r = 0; r < n_row; r++, s += KERN_ATTN_BLOCK, p = (char *)p + KERN_ATTN_P_BYTES) {
+        alpha[r] = 1;
+        if (seen[r] <= 0) {
+            memset(p, 0, n_slot * sizeof(float));
+            continue;
+        }
+        rescale_row(s, seen[r] < n_slot ? seen[r] : n_slot, &m[r], &alpha[r]);
+        l[r] *= alpha[r];
+        softmax_row(b, s, seen[r], m[r], &l[r], p);
+    }
+}
+
+/* ---- o = o alpha + p v ------------------------------------------------------------------------------------------ */
+
+/* n_row rows and 8 n_col columns from column d on. */
+INLINE void pv_tile(const struct kern_attn_block *b, const char *p, const int n_row, const int n_col, int d,
+                    const float *alpha, float *o)
+{
+    __m256 acc[6][4];
+#pragma GCC unroll 6
+    for (int r = 0; r < n_row; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < n_col; c++)
+            acc[r][c] = _mm256_mul_ps(_mm256_loadu_ps(o + r * b->hd + d + c * 8), _mm256_set1_ps(alpha[r]));
+    for (int i = 0; i < b->n_page; i++, p += SLOTS * sizeof(float)) {
+        const float *v = (const float *)b->v[i] + d, *next = (const float *)b->v[i + 1] + d;
+        for (int j = 0; j < SLOTS; j++, v += b->hd, next += b->hd) {
+            __m256 x[4];
+            prefetch_line(next, 0);
+#pragma GCC unroll 4
+            for (int c = 0; c < n_col; c++)
+                x[c] = _mm256_load_ps(v + c * 8);
+#pragma GCC unroll 6
+            for (int r = 0; r < n_row; r++) {
+                __m256 w = _mm256_broadcast_ss((const float *)(p + r * KERN_ATTN_P_BYTES) + j);
+#pragma GCC unroll 4
+                for (int c = 0; c < n_col; c++)
+                    acc[r][c] = _mm256_fmadd_ps(w, x[c], acc[r][c]);
+            }
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < n_row; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < n_col; c++)
+            _mm256_storeu_ps(o + r * b->hd + d + c * 8, acc[r][c]);
+}
+
+static void pv_f32(const struct kern_attn_block *b, const void *p, int n_row, const float *alpha, float *o)
+{
+    const char *at = p;
+    for (; n_row >= 6; n_row -= 6, at += 6 * KERN_ATTN_P_BYTES, alpha += 6, o += 6 * b->hd)
+        for (int d = 0; d < b->hd; d += 16)
+            pv_tile(b, at, 6, 2, d, alpha, o);
+    for (; n_row >= 3; n_row -= 3, at += 3 * KERN_ATTN_P_BYTES, alpha += 3, o += 3 * b->hd) {
+        int d = 0;
+        for (; d + 32 <= b->hd; d += 32)
+            pv_tile(b, at, 3, 4, d, alpha, o);
+        if (d < b->hd)
+            pv_tile(b, at, 3, 2, d, alpha, o);
+    }
+    for (; n_row > 0; n_row--, at += KERN_ATTN_P_BYTES, alpha++, o += b->hd)
+        for (int d = 0; d < b->hd; d += 16)
+            pv_tile(b, at, 1, 2, d, alpha, o);
+}
+
+/* ---- panels ------------------------------------------------------------------------------------------------------- */
+
+/* bf16 pairs are the halves of a dword. */
+static void panel_bf16(const struct kern_page_layout *pl, const unsigned char *page, void *panel)
+{
+    const __m256i high = _mm256_set1_epi32((int)0xffff0000);
+    const unsigned char *k = page + pl->k, *v = page + pl->v;
+    float *pk = panel, *pv = pk + (size_t)pl->hd * SLOTS;
+    for (int d = 0; d < pl->hd; d += 2)
+        for (int j = 0; j < SLOTS; j += 8) {
+            __m256i x = _mm256_load_si256((const __m256i *)(k + (d / 2 * SLOTS + j) * 4));
+            _mm256_store_ps(pk + d * SLOTS + j, _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)));
+            _mm256_store_ps(pk + (d + 1) * SLOTS + j, _mm256_castsi256_ps(_mm256_and_si256(x, high)));
+        }
+    for (int j = 0; j < SLOTS; j += 2)
+        for (int d = 0; d < pl->hd; d += 8) {
+            __m256i x = _mm256_load_si256((const __m256i *)(v + (j / 2 * pl->hd + d) * 4));
+            _mm256_store_ps(pv + j * pl->hd + d, _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)));
+            _mm256_store_ps(pv + (j + 1) * pl->hd + d, _mm256_castsi256_ps(_mm256_and_si256(x, high)));
+        }
+}
+
+static void panel_int8(const struct kern_page_layout *pl, const unsigned char *page, void *panel)
+{
+    const unsigned char *k = page + pl->k, *v = page + pl->v;
+    float *pk = panel, *pv = pk + (size_t)pl->hd * SLOTS;
+    const __m256i offset = _mm256_set1_epi8((char)0x80);
+    for (int d = 0; d < pl->hd; d += 4)
+        for (int j = 0; j < SLOTS; j += 8) {
+            __m256i x = _mm256_load_si256((const __m256i *)(k + (d / 4 * SLOTS + j) * 4));
+            x = _mm256_xor_si256(x, offset);
+            for (int i = 0; i < 4; i++) {
+                __m256i y = _mm256_srai_epi32(_mm256_sll_epi32(x, _mm_cvtsi32_si128(24 - 8 * i)), 24);
+                _mm256_store_ps(pk + (d + i) * SLOTS + j, _mm256_cvtepi32_ps(y));
+            }
+        }
+    for (int i = 0; i < SLOTS * pl->hd; i += 8) {
+        __m256i y = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(v + i)));
+        _mm256_store_ps(pv + i, _mm256_cvtepi32_ps(y));
+    }
+}
+
+/* ---- scores ------------------------------------------------------------------------------------------------------- */
+
+INLINE __m256 prob(const float *s, float m, float inv_l, int seen, int at, __m256 sum)
+{
+    __m256 e = exp2_v8(_mm256_sub_ps(_mm256_loadu_ps(s + at), _mm256_set1_ps(m)));
+    if (seen < at + 8)
+        e = _mm256_and_ps(e, seen_mask(seen, at));
+    return _mm256_fmadd_ps(e, _mm256_set1_ps(inv_l), sum);
+}
+
+static void colsum(const float *s, int n_row, int n_slot, const int32_t *seen, const float *m, const float *inv_l,
+                   float *acc)
+{
+    for (int j = 0; j < n_slot; j += 16) {
+        __m256 a = _mm256_loadu_ps(acc + j), b = _mm256_loadu_ps(acc + j + 8);
+        for (int r = 0; r < n_row; r++) {
+            const float *sr = s + r * KERN_ATTN_BLOCK;
+            a = prob(sr, m[r], inv_l[r], seen[r], j, a);
+            b = prob(sr, m[r], inv_l[r], seen[r], j + 8, b);
+        }
+        _mm256_storeu_ps(acc + j, a);
+        _mm256_storeu_ps(acc + j + 8, b);
+    }
+}
+
+/* Slots from n on are past the head's length: their logits are those of zero or old keys, finite, and their scores stay. */
+static void probs(const float *s, int n_row, int n, const float *m, const float *inv_l, float decay, float weight,
+                  float *score)
+{
+    for (int j = 0; j < n; j += 8) {
+        __m256 sum = _mm256_setzero_ps(), old = _mm256_loadu_ps(score + j);
+        for (int r = 0; r < n_row; r++)
+            sum = prob(s + r * KERN_ATTN_BLOCK, m[r], inv_l[r], n, j, sum);
+        sum = _mm256_fmadd_ps(old, _mm256_set1_ps(decay), _mm256_mul_ps(sum, _mm256_set1_ps(weight)));
+        _mm256_storeu_ps(score + j, _mm256_blendv_ps(old, sum, seen_mask(n, j)));
+    }
+}
 
 void kern_attn_avx2(struct kern_attn_fns *f)
 {
-    (void)f;
+    for (int t = 0; t < KERN_KV_DTYPES; t++) {
+        struct kern_attn_form *form = &f->prefill[t];
+        form->qk = qk_f32;
+        form->softmax = softmax_f32;
+        form->pv = pv_f32;
+        form->panel = t == KERN_KV_BF16 ? panel_bf16 : t == KERN_KV_INT8 ? panel_int8 : NULL;
+        f->decode[t] = *form;
+    }
+    f->colsum = colsum;
+    f->probs = probs;
 }

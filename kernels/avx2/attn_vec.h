@@ -1,0 +1,80 @@
+/* attn_vec.h - what the AVX2 attention kernels share. */
+#ifndef SKVD_KERNELS_AVX2_ATTN_VEC_H
+#define SKVD_KERNELS_AVX2_ATTN_VEC_H
+
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+
+#include "kernels/isa_attn.h"
+
+#define SLOTS  KERN_PAGE_SLOTS
+#define INLINE static inline __attribute__((always_inline))
+
+/* 2^x: x = n + r, r in [-1/2, 1/2], a polynomial of degree 5 for 2^r with 2^0 = 1 exactly (least largest relative error,
+ * 9.2e-8), then n into the exponent; below -126 it is 0. x <= 126. */
+INLINE __m256 exp2_v8(__m256 x)
+{
+    const __m256 magic = _mm256_set1_ps(0x1.8p23f); /* adding it rounds to an integer in the low bits */
+    __m256 in = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_GE_OQ);
+    __m256 t = _mm256_add_ps(x, magic);
+    __m256 r = _mm256_sub_ps(x, _mm256_sub_ps(t, magic));
+    __m256 p = _mm256_set1_ps(1.3264727087e-03f);
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(9.6715126491e-03f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(5.5507337436e-02f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(2.4022242085e-01f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(6.9314697760e-01f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
+    __m256i n = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
+    return _mm256_and_ps(in, _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), n)));
+}
+
+INLINE float exp2_f32(float x)
+{
+    return _mm256_cvtss_f32(exp2_v8(_mm256_set1_ps(x)));
+}
+
+/* All ones in the lanes of the 8 slots from `at` on that a row which sees `seen` slots sees. */
+INLINE __m256 seen_mask(int seen, int at)
+{
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(seen - at), lane));
+}
+
+INLINE float sum_v8(__m256 x)
+{
+    __m128 a = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
+}
+
+INLINE float max_v8(__m256 x)
+{
+    __m128 a = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    a = _mm_max_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a)));
+}
+
+INLINE void prefetch_line(const void *next, size_t at)
+{
+    _mm_prefetch((const char *)next + at, _MM_HINT_T0);
+}
+
+/* The start of an online softmax step for one row that sees n > 0 of the block's slots: m := max(m, row maximum),
+ * alpha = 2^(old m - new m), 0 for a first block. */
+INLINE void rescale_row(const float *s, int n, float *m, float *alpha)
+{
+    __m256 a = _mm256_set1_ps(-INFINITY), b = a;
+    int j = 0;
+    for (; j + 16 <= n; j += 16) {
+        a = _mm256_max_ps(a, _mm256_load_ps(s + j));
+        b = _mm256_max_ps(b, _mm256_load_ps(s + j + 8));
+    }
+    for (; j < n; j += 8)
+        a = _mm256_max_ps(a, _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), _mm256_load_ps(s + j), seen_mask(n, j)));
+    float old = *m, max = max_v8(_mm256_max_ps(a, b));
+    *m = max > old ? max : old;
+    *alpha = old == -INFINITY ? 0 : exp2_f32(old - *m);
+}
+
+#endif
