@@ -9,8 +9,9 @@
 enum { MAX_N = 700, MAX_KV = 4 };
 
 /* Stands for the backend's, which needs a model's output projection: any norm that differs per head will do. */
-void cpu_value_norm(struct cpu *c, int layer, int kv_head, const float *v, int n, float *out)
+void cpu_value_norm(struct cpu *c, int layer, int kv_head, const float *v, int n, float *out, int worker)
 {
+    (void)worker;
     for (int i = 0; i < n; i++) {
         out[i] = 0;
         for (int d = 0; d < c->d.head_dim; d++)
@@ -154,7 +155,7 @@ static void fill(struct rig *r, const int *n, uint64_t *seed, struct ref_head *r
             ref[h].pos[i] = i;
             score[i] = ref[h].score[i] = (float)dice(seed, 40) * 0.125f;
             kern_attn_load_v(&c->kv.page, page, i % 32, v);
-            cpu_value_norm(c, 1, h, v, 1, &ref[h].value[i]);
+            cpu_value_norm(c, 1, h, v, 1, &ref[h].value[i], 0);
         }
     }
 }
