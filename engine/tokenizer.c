@@ -230,9 +230,10 @@ char *tok_decode(const struct tokenizer *t, const int32_t *ids, int n, bool spec
         if (in_vocab(t, ids[i]) && (tok_is_control(t, ids[i]) || t->type[ids[i]] == TOK_T_USER)) {
             strip = t->add_space; /* the text after it began anew */
         } else {
-            if (strip && k && *b == ' ')
-                b++, k--;
+            bool blank = strip && k > 0 && *b == ' '; /* one of them, though more may follow */
             strip = strip && k == 0;
+            if (blank)
+                b++, k--;
         }
         memcpy(s + o, b, k);
         o += k;
