@@ -144,6 +144,131 @@ class Commands(WithFake):
         self.assertIn("not_found", self.d.ctl("kill", "999999", status=1).stderr)
 
 
+class Bench(WithFake):
+    args = ("--delay-ms", "1")
+
+    def test_figures_add_up(self):
+        j = self.d.json("bench", "-c", "3", "-r", "7", "-i", "90", "-n", "20", "--compare", "full,sparse")
+        self.assertEqual([r["label"] for r in j["runs"]], ["full", "sparse"])
+        for r in j["runs"]:
+            self.assertEqual((r["ok"], r["failed"], r["prompt_tokens"], r["output_tokens"]), (7, 0, 630, 140))
+            self.assertEqual(r["decode_batch"], 3)
+            self.assertAlmostEqual(r["output_tok_s"], 140e3 / r["wall_ms"], delta=0.1)
+            self.assertLessEqual(r["ttft_p50_ms"], r["ttft_max_ms"])
+            self.assertGreater(r["itl_p50_ms"], 1.0)  # the fake daemon waits 1 ms before each token
+            self.assertLessEqual(r["itl_p99_ms"], r["itl_max_ms"])
+            self.assertLessEqual(20 * r["itl_mean_ms"] * 0.9, r["request_p50_ms"])
+        self.assertEqual(j["runs"][0]["kept_share"], 1.0)
+        self.assertAlmostEqual(j["ratios"][0]["kept_share"], j["runs"][1]["kept_share"], places=6)
+        self.assertAlmostEqual(j["ratios"][0]["wall_ms"], j["runs"][1]["wall_ms"] / j["runs"][0]["wall_ms"], places=6)
+
+    def test_a_table_and_prompts_of_a_file(self):
+        with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as f:
+            for i in range(3):
+                print(json.dumps({"i": i, "tokens": [i + 65] * (10 + i)}), file=f)
+            f.flush()
+            out = self.d.ctl("bench", "-c", "2", "-r", "3", "-n", "4", "-f", f.name).stdout
+            self.assertIn("10 to 12 tokens in", out)
+            self.assertRegex(out, r"finished +3\n")
+            self.assertRegex(out, r"first token P50 +[0-9.]+ ms")
+            j = self.d.json("bench", "-c", "2", "-r", "3", "-n", "4", "-i", "5", "-f", f.name)
+            self.assertEqual(j["runs"][0]["prompt_tokens"], 15)
+
+    def test_failures_are_counted(self):
+        r = self.d.ctl("--json", "bench", "-c", "2", "-r", "4", "-n", "4", "-i", "9000", "--warmup", "0", status=1)
+        run = json.loads(r.stdout)["runs"][0]
+        self.assertEqual((run["ok"], run["failures"]), (0, {"context_overflow": 4}))
+
+
+class Eval(WithFake):
+    file = os.path.join(TOP, "tests", "data", "eval.jsonl")
+
+    def eval(self, *args):
+        return self.d.json("eval", self.file, *args)["sizes"][0]["variants"]
+
+    def test_the_full_cache_is_the_measure(self):
+        v = self.eval("--kv", "policy=full", "--kv", "policy=snapkv,ratio=0.9")
+        self.assertEqual([x["label"] for x in v], ["full", "full", "snapkv r=0.9"])
+        self.assertEqual((v[0]["mean"], v[0]["kl"], v[1]["mean"], v[1]["kl"], v[1]["kl_text"]), (1, 0, 1, 0, 0))
+        self.assertEqual(v[0]["tasks"], v[1]["tasks"])
+        self.assertEqual({k: t["n"] for k, t in v[0]["tasks"].items()}, {"number": 4, "colour": 4, "recite": 4, "continue": 4})
+        self.assertLess(v[2]["kept"], 0.25)
+        self.assertLess(v[2]["mean"], 1)
+        self.assertGreater(v[2]["kl"], 0.1)
+        self.assertGreater(v[2]["tasks"]["continue"]["nll"], v[0]["tasks"]["continue"]["nll"])
+
+    def test_the_mean_is_the_capped_mean_over_tasks(self):
+        v = self.eval("--ratio", "0.5")[1]
+        scored = [t for name, t in v["tasks"].items() if name != "continue"]
+        want = sum(min(1, t["relative"]) for t in scored) / len(scored)
+        self.assertAlmostEqual(v["mean"], want, places=6)
+        self.assertAlmostEqual(v["kl"], sum(t["kl"] for t in scored) / len(scored), places=6)
+
+    def test_a_record_is_scored_as_the_daemon_said(self):
+        """One record by hand: the right answer is known where its tokens are all the likeliest."""
+        with open(self.file) as f:
+            rec = json.loads(f.readline())
+        prompt = (f"<|im_start|>user\n{rec['context']}{rec['question']}<|im_end|>\n<|im_start|>assistant\n"
+                  f"{rec['answer_prefix']}")
+        call = {"prompt": prompt, "continuation": rec["answer"], "logprobs": 2, "kv": {"policy": "full"}}
+        said = json.loads(self.d.ctl("call", "score", json.dumps(call)).stdout)
+        known = all(row[0][0] == t for row, t in zip(said["top"], said["tokens"]))
+        with tempfile.TemporaryDirectory() as d:
+            self.eval("--tasks", "number", "-d", d + "/x")
+            with open(d + "/x") as f:
+                first = json.loads(f.readline())
+        self.assertEqual(first["id"], rec["id"])
+        self.assertEqual(first["prompt_tokens"], len(json.loads(self.d.ctl("--json", "tokenize", input=prompt).stdout)["tokens"]))
+        self.assertEqual(first["variants"][0]["score"], float(known))
+
+    def test_orders_and_ways(self):
+        for order in "tail", "header", "context":
+            for way in "score", "generate":
+                v = self.eval("--order", order, "--by", way, "--ratio", "0.9")
+                self.assertEqual((v[0]["failed"], v[1]["failed"]), (0, 0), (order, way))
+
+    def test_halves(self):
+        ids = []
+        for half in "A", "B":
+            with tempfile.TemporaryDirectory() as d:
+                self.eval("--split", half, "-d", d + "/x")
+                with open(d + "/x") as f:
+                    ids.append({json.loads(line)["id"] for line in f})
+        self.assertFalse(ids[0] & ids[1])
+        self.assertEqual(len(ids[0] | ids[1]), 16)
+        self.assertEqual(len(ids[0]), 8)
+        for half in ids:  # records of one context stay together
+            self.assertEqual({i.split("-")[0] for i in half if i.endswith("a")},
+                             {i.split("-")[0] for i in half if i.endswith("b")})
+
+    def test_a_baseline_gives_the_same(self):
+        with tempfile.TemporaryDirectory() as d:
+            args = ("--ratio", "0.75", "-b", d + "/base")
+            first = self.eval(*args)
+            with open(d + "/base") as f:
+                self.assertEqual(len(f.readlines()), 16)
+            again = self.eval(*args)
+        for a, b in zip(first, again):
+            for task in a["tasks"]:
+                for key, value in a["tasks"][task].items():
+                    self.assertAlmostEqual(value, b["tasks"][task][key], places=7)
+
+    def test_a_daemon_that_tells_less(self):
+        d = Fake("--plain-score")
+        v = json.loads(d.ctl("--json", "eval", self.file, "--tasks", "continue").stdout)["sizes"][0]["variants"]
+        self.assertIsNone(v[1]["kl"])
+        self.assertGreater(v[1]["tasks"]["continue"]["nll"], 0)
+        d.close()
+
+    def test_bad_files(self):
+        with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as f:
+            print('{"task": "x", "answer": "y", "score": "nosuch"}', file=f, flush=True)
+            self.assertIn(f.name + ":1: score must be", self.d.ctl("eval", f.name, status=2).stderr)
+        self.d.ctl("eval", "/nonexistent", status=2)
+        self.d.ctl("eval", self.file, "--ratio", "1.5", status=2)
+        self.d.ctl("eval", self.file, "--order", "nosuch", status=2)
+
+
 class Slow(WithFake):
     args = ("--delay-ms", "30", "--not-admin")
 

@@ -189,10 +189,10 @@ class Server:
         out = {"tokens": cont, "logprobs": logprobs, "sum": sum(logprobs)}
         unknown = set(a) - {"prompt", "messages", "tokens", "continuation", "kv", "refeed", "raw", "deadline_ms", "priority"}
         if not self.opts.plain_score:
-            unknown -= {"top", "candidates"}
+            unknown -= {"logprobs", "candidates"}
             out["kv"] = kv
-            if a.get("top"):
-                out["top"] = [x[:a["top"]] for x in top]
+            if a.get("logprobs"):
+                out["top"] = [x[:a["logprobs"]] for x in top]
             if "candidates" in a:
                 known = [{x[0]: x[2] for x in row} for row in top]
                 out["candidates"] = [[known[min(i, len(known) - 1)].get(c, -20.0) for c in row]

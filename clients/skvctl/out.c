@@ -171,7 +171,7 @@ const char *fmt_count(double n)
         n /= 1000;
         u++;
     }
-    return fmt(u == 0 ? "%.0f%s" : fabs(n) < 100 ? "%.1f%s" : "%.0f%s", n, unit[u]);
+    return fmt((u == 0 && fabs(n) >= 100) || n == floor(n) || fabs(n) >= 1000 ? "%.0f%s" : "%.1f%s", n, unit[u]);
 }
 
 const char *fmt_ms(double ms)
@@ -232,20 +232,25 @@ const char *fmt_bar(double share, int cells)
 /* ---- tables ---- */
 
 struct table {
-    const char *const *heads;
+    char *heads[32];
     const char *align;
     int n_cols;
     char **cell; /* NULL: a rule takes the row's first */
     size_t n;
 };
 
+static char *copy_of(const char *s)
+{
+    size_t n = strlen(s) + 1;
+    return memcpy(ctl_alloc(n, 1), s, n);
+}
+
 struct table *table_new(const char *const *heads, const char *align)
 {
     struct table *t = ctl_alloc(1, sizeof *t);
-    t->heads = heads;
     t->align = align;
-    while (heads[t->n_cols] != NULL)
-        t->n_cols++;
+    for (; heads[t->n_cols] != NULL && t->n_cols < 32; t->n_cols++)
+        t->heads[t->n_cols] = copy_of(heads[t->n_cols]);
     return t;
 }
 
@@ -257,10 +262,7 @@ static void table_put(struct table *t, char *take_cell)
 
 void table_add(struct table *t, const char *cell)
 {
-    char *copy = strdup(cell);
-    if (copy == NULL)
-        copy = ctl_alloc(1, 1);
-    table_put(t, copy);
+    table_put(t, copy_of(cell));
 }
 
 void table_rule(struct table *t)
@@ -310,7 +312,7 @@ void table_print(struct table *t, FILE *f)
         total += width[i] + 2;
     }
     max = out_tty(f) ? out_width(f) : 1 << 20;
-    table_row(t, f, t->heads, width);
+    table_row(t, f, (const char *const *)t->heads, width);
     for (size_t r = 0; r < rows; r++) {
         char *const *row = t->cell + r * (size_t)t->n_cols;
         if (row[0] != NULL) {
@@ -323,6 +325,8 @@ void table_print(struct table *t, FILE *f)
     }
     for (size_t i = 0; i < t->n; i++)
         free(t->cell[i]);
+    for (int i = 0; i < t->n_cols; i++)
+        free(t->heads[i]);
     free(t->cell);
     free(t);
 }
