@@ -15,7 +15,7 @@
  * definition. Against it, for logits s of size |s| <= 32:
  *   f32   every ISA: o within 2e-6 * max|v|, l within 1e-5 relative
  *   bf16  scalar and avx2 use f32 for q and p; avx512 rounds both to bf16: o within 2^-7 * max|v|
- *   int8  as bf16, and avx512's decode splits q and p into two 8-bit digits: 2^-12 instead of 2^-7
+ *   int8  as bf16; avx2's decode has 16-bit integers for q: o within 2^-15 * max|v|
  */
 #ifndef SKVD_KERNELS_ISA_ATTN_H
 #define SKVD_KERNELS_ISA_ATTN_H

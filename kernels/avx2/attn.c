@@ -235,6 +235,7 @@ void kern_attn_avx2(struct kern_attn_fns *f)
         form->panel = t == KERN_KV_BF16 ? panel_bf16 : t == KERN_KV_INT8 ? panel_int8 : NULL;
         f->decode[t] = *form;
     }
+    kern_attn_avx2_decode(f);
     f->colsum = colsum;
     f->probs = probs;
 }

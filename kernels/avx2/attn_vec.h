@@ -77,4 +77,7 @@ INLINE void rescale_row(const float *s, int n, float *m, float *alpha)
     *alpha = old == -INFINITY ? 0 : exp2_f32(old - *m);
 }
 
+/* attn_decode.c: overrides decode's 16-bit and int8 forms; the f32 form's softmax stays. */
+void kern_attn_avx2_decode(struct kern_attn_fns *f);
+
 #endif
