@@ -97,7 +97,8 @@ struct engine {
     double *layer_mass;        /* [n_layer] running mean, -1 */
 };
 
-int64_t core_now_us(void);
+/* Microseconds on the backend's clock, or CLOCK_MONOTONIC. Any thread. */
+int64_t core_now_us(const struct engine *e);
 void core_log(struct engine *e, int level, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 int core_batch(const struct engine *e);
 static inline size_t core_head(const struct engine *e, int lane, int layer, int head)

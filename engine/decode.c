@@ -109,7 +109,7 @@ static void accept_generate(struct engine *e, struct seq *s)
 
 static void accept(struct engine *e, struct seq *s)
 {
-    int64_t now = core_now_us();
+    int64_t now = core_now_us(e);
 
     if (s->next < 0) {
         sched_fail(e, s, SKV_INTERNAL, "the model's output is not a number; other requests go on");
@@ -159,7 +159,7 @@ void decode_first(struct engine *e, struct seq **seq, const int32_t *row, int n,
         if (s->req->kind == ENGINE_SCORE && s->req->refeed) {
             take_back_last(e, s);
         } else if (s->req->kind == ENGINE_GENERATE && s->n_max == 0) {
-            s->t_first = s->t_last = core_now_us();
+            s->t_first = s->t_last = core_now_us(e);
             sched_finish(e, s, ENGINE_FINISH_LENGTH, -1);
         } else {
             run[n_run] = s;

@@ -18,16 +18,18 @@ static struct event_mail *event_new(struct engine *e, enum engine_ev_type type, 
     }
     m->ev.type = type;
     m->ev.id = id;
+    m->ev.t_us = core_now_us(e);
     return m;
 }
 
-static struct event_mail *end_take(struct engine_request *req, uint64_t id)
+static struct event_mail *end_take(struct engine *e, struct engine_request *req, uint64_t id)
 {
     struct event_mail *m = req->priv;
 
     req->priv = NULL;
     m->ev.type = ENGINE_EV_END;
     m->ev.id = id;
+    m->ev.t_us = core_now_us(e);
     return m;
 }
 
@@ -94,7 +96,7 @@ void emit_token(struct engine *e, struct seq *s, int i, int32_t token, size_t fr
 void emit_progress(struct engine *e, struct seq *s, enum engine_phase phase, int done, int total)
 {
     struct event_mail *m;
-    int64_t now = core_now_us();
+    int64_t now = core_now_us(e);
 
     if (!s->req->progress || (done < total && now - s->t_progress < 50000))
         return;
@@ -157,7 +159,7 @@ static void result_text(struct seq *s, struct engine_result *r)
 static struct engine_result *result_new(struct engine *e, struct seq *s, enum engine_finish finish, int stop)
 {
     struct engine_result *r = calloc(1, sizeof *r);
-    int64_t now = core_now_us();
+    int64_t now = core_now_us(e);
 
     if (r == NULL)
         return NULL;
@@ -182,7 +184,7 @@ static struct engine_result *result_new(struct engine *e, struct seq *s, enum en
 
 void emit_end(struct engine *e, struct seq *s, enum skv_code code, const char *message, enum engine_finish finish, int stop)
 {
-    struct event_mail *m = end_take(s->req, s->request);
+    struct event_mail *m = end_take(e, s->req, s->request);
 
     m->ev.code = code;
     if (message != NULL)
@@ -197,7 +199,7 @@ void emit_end(struct engine *e, struct seq *s, enum skv_code code, const char *m
 
 void emit_answer(struct engine *e, struct engine_request *req, uint64_t id, struct engine_answer *take)
 {
-    struct event_mail *m = end_take(req, id);
+    struct event_mail *m = end_take(e, req, id);
 
     m->ev.answer = take;
     m->ev.code = take != NULL ? SKV_OK : SKV_INTERNAL;
@@ -206,7 +208,7 @@ void emit_answer(struct engine *e, struct engine_request *req, uint64_t id, stru
 
 void emit_error(struct engine *e, struct engine_request *req, uint64_t id, const struct skv_error *err)
 {
-    struct event_mail *m = end_take(req, id);
+    struct event_mail *m = end_take(e, req, id);
 
     m->ev.code = err->code;
     m->ev.retry_after_ms = err->retry_after_ms;

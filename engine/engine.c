@@ -10,10 +10,12 @@
 #include "engine/core.h"
 #include "engine/step.h"
 
-int64_t core_now_us(void)
+int64_t core_now_us(const struct engine *e)
 {
     struct timespec t;
 
+    if (e->ops->now_us != NULL)
+        return e->ops->now_us(e->be);
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
 }
@@ -44,7 +46,7 @@ void engine_config_default(struct engine_config *cfg)
     };
 }
 
-struct engine *engine_start(const struct engine_config *cfg, struct skv_error *err)
+struct engine *engine_new(const struct engine_config *cfg, struct skv_error *err)
 {
     struct engine *e = calloc(1, sizeof *e);
 
@@ -61,6 +63,15 @@ struct engine *engine_start(const struct engine_config *cfg, struct skv_error *e
         engine_free(e);
         return NULL;
     }
+    return e;
+}
+
+struct engine *engine_start(const struct engine_config *cfg, struct skv_error *err)
+{
+    struct engine *e = engine_new(cfg, err);
+
+    if (e == NULL)
+        return NULL;
     int r = pthread_create(&e->thread, NULL, step_thread, e);
     if (r != 0) {
         skv_fail(err, SKV_NO_MEMORY, "the engine's thread: %s", strerror(r));
@@ -175,7 +186,7 @@ int engine_submit(struct engine *e, struct engine_request *take, uint64_t *id, s
     c->type = CMD_SUBMIT;
     c->id = *id = atomic_fetch_add(&e->next_id, 1);
     c->req = take;
-    c->t_submit = core_now_us();
+    c->t_submit = core_now_us(e);
     atomic_fetch_add(&e->queued, 1);
     mailbox_push(&e->commands, &c->mail);
     return 0;

@@ -29,8 +29,10 @@ struct engine_kv_options {
 };
 
 struct engine_config {
-    const char *model;        /* GGUF file */
+    const char *model;        /* GGUF file; with backend "sim" also "preset:NAME" (engine/preset.h) */
     const char *backend;      /* "auto", "cpu", "cuda", "sim" */
+    const char *device;       /* sim: the machine whose time is counted, such as "rtx4090"; NULL: a default */
+    bool slot_values;         /* sim: tokens depend on what the KV tables hold (tests) */
     const char *isa;          /* NULL: best */
     const char *chat_template; /* NULL: the file's; else a known family's name */
     int threads;              /* 0: all cores */
@@ -252,6 +254,7 @@ struct engine_answer {
 struct engine_event {
     enum engine_ev_type type;
     uint64_t id;
+    int64_t t_us;  /* when it came about, microseconds on the engine's clock */
     /* TOKEN */
     int i;
     int32_t token;

@@ -4,6 +4,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "engine/preset.h"
 #include "engine/step.h"
 
 #define KV_SHARE 0.4 /* of the memory that is free after loading, when kv_memory is not given */
@@ -78,6 +79,8 @@ static int open_backend(struct engine *e, enum kern_kv_dtype dtype, struct skv_e
         .isa = e->cfg.isa,
         .compute_f32 = e->cfg.compute_f32,
         .kv_dtype = dtype,
+        .device = e->cfg.device,
+        .slot_values = e->cfg.slot_values,
         .max_lanes = e->cfg.max_sequences,
         .max_rows = e->cfg.max_batch > OPS_TILE ? e->cfg.max_batch : OPS_TILE,
         /* a continued session's kept slots and its new prompt are in one table for a moment */
@@ -209,8 +212,14 @@ int init_run(struct engine *e, struct skv_error *err)
         return -1;
     if (e->cfg.model == NULL)
         return skv_fail(err, SKV_BAD_CONFIG, "no model: name a GGUF file with --model");
-    if (model_open(&e->model, e->cfg.model, e->cfg.chat_template, e->cfg.context, err) < 0)
+    if (preset_named(e->cfg.model)) {
+        if (e->cfg.backend == NULL || strcmp(e->cfg.backend, "sim") != 0)
+            return skv_fail(err, SKV_BAD_CONFIG, "%s has no weights: only the sim backend runs it", e->cfg.model);
+        if (preset_open(&e->model, e->cfg.model, e->cfg.context, err) < 0)
+            return -1;
+    } else if (model_open(&e->model, e->cfg.model, e->cfg.chat_template, e->cfg.context, err) < 0) {
         return -1;
+    }
     if (e->model.chat == NULL)
         core_log(e, 4, "%s", e->model.chat_error.msg);
     if (resolve_plan(e, err) < 0 || open_backend(e, dtype, err) < 0 || take_pool(e, dtype, err) < 0 || take_arrays(e, err) < 0)

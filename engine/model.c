@@ -272,5 +272,6 @@ void model_close(struct model *m)
     tok_free(m->tok);
     gguf_close(m->gguf);
     free(m->layer);
+    free(m->bytes);
     memset(m, 0, sizeof *m);
 }

@@ -14,6 +14,7 @@ struct model {
     struct skv_error chat_error;
     struct ops_model_src src;
     struct ops_layer_src *layer; /* [n_layer] */
+    void *bytes; /* a preset's vocabulary, else NULL */
     char name[128], arch[32];
 };
 

@@ -47,7 +47,7 @@ static bool group_start(struct engine *e, struct prefill_group *g, bool short_on
 {
     struct skv_error err;
     struct seq *s;
-    int64_t loan = 0, now = core_now_us();
+    int64_t loan = 0, now = core_now_us(e);
 
     memset(g, 0, sizeof *g);
     TAILQ_FOREACH(s, &e->seqs, link) {
@@ -313,6 +313,6 @@ bool prefill_slice(struct engine *e, int64_t deadline_us)
             return any;
         unit_run(e, g);
         any = true;
-    } while (core_now_us() < deadline_us);
+    } while (core_now_us(e) < deadline_us);
     return any;
 }

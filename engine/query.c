@@ -55,7 +55,7 @@ static int apply_template(struct engine *e, struct engine_request *r, struct eng
 
 static int sequences(struct engine *e, struct engine_request *r, struct engine_answer *a, struct skv_error *err)
 {
-    int64_t now = core_now_us();
+    int64_t now = core_now_us(e);
     struct seq *s;
     int n = 0;
 

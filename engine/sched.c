@@ -115,7 +115,7 @@ static void settle(struct engine *e, struct seq *s, bool kv_whole)
         s->reserved = held;
     }
     seq_end_request(s);
-    s->t_idle = core_now_us();
+    s->t_idle = core_now_us(e);
 }
 
 void sched_finish(struct engine *e, struct seq *s, enum engine_finish finish, int stop)
@@ -271,7 +271,7 @@ static int take_memory(struct engine *e, struct seq *s, struct skv_error *err)
     if (s->slot0 == NULL)
         s->slot0 = malloc(2 * (size_t)e->model.src.dims.n_kv * sizeof *s->slot0);
     if (!sampling.seed_set)
-        sampling.seed = (uint64_t)core_now_us() * 0x9e3779b97f4a7c15u ^ s->request;
+        sampling.seed = (uint64_t)core_now_us(e) * 0x9e3779b97f4a7c15u ^ s->request;
     if (r->kind == ENGINE_GENERATE)
         s->sampler = sampler_new(&sampling, e->model.src.dims.n_vocab);
     if (p == NULL || s->slot0 == NULL || (r->kind == ENGINE_GENERATE && s->sampler == NULL))
@@ -458,7 +458,7 @@ static void sooner(int64_t at, int64_t now, int *ms)
 
 int sched_expire(struct engine *e)
 {
-    int64_t now = core_now_us(), idle_us = (int64_t)e->cfg.session_idle_s * 1000000;
+    int64_t now = core_now_us(e), idle_us = (int64_t)e->cfg.session_idle_s * 1000000;
     struct seq *s, *next;
     int ms = -1;
 

@@ -2,6 +2,7 @@
 #include "engine/step.h"
 
 #include <stdlib.h>
+#include <time.h>
 
 static void count(struct engine *e)
 {
@@ -61,7 +62,7 @@ static bool decode_pending(const struct engine *e)
 /* Decode first, so that running sequences keep their pace; prompts get what step_ms leaves, at least one unit. */
 static bool step(struct engine *e)
 {
-    int64_t deadline = core_now_us() + (int64_t)e->cfg.step_ms * 1000;
+    int64_t deadline = core_now_us(e) + (int64_t)e->cfg.step_ms * 1000;
     bool any = false;
 
     if (!decode_pending(e) && !prefill_pending(e))
@@ -79,7 +80,7 @@ static bool step(struct engine *e)
     return any;
 }
 
-static void end_all(struct engine *e)
+void step_end(struct engine *e)
 {
     struct seq *s;
 
@@ -95,24 +96,40 @@ static void end_all(struct engine *e)
     count(e);
 }
 
+bool step_once(struct engine *e, int *wait_ms)
+{
+    command_run_all(e);
+    if (e->stopping)
+        return false;
+    text_run(e);
+    *wait_ms = sched_expire(e);
+    sched_admit(e);
+    bool worked = step(e);
+    count(e);
+    return worked || text_pending(e);
+}
+
+static void wait_for_work(struct engine *e, int ms)
+{
+    struct timespec from, to;
+
+    stats_idle(&e->stats);
+    clock_gettime(CLOCK_MONOTONIC, &from);
+    mailbox_wait(&e->commands, ms);
+    if (e->ops->idle == NULL)
+        return;
+    clock_gettime(CLOCK_MONOTONIC, &to);
+    e->ops->idle(e->be, (int64_t)(to.tv_sec - from.tv_sec) * 1000000 + (to.tv_nsec - from.tv_nsec) / 1000);
+}
+
 void *step_thread(void *arg)
 {
     struct engine *e = arg;
+    int ms = -1;
 
-    while (!e->stopping && !atomic_load_explicit(&e->stop_asked, memory_order_relaxed)) {
-        command_run_all(e);
-        if (e->stopping)
-            break;
-        text_run(e);
-        int ms = sched_expire(e);
-        sched_admit(e);
-        bool worked = step(e);
-        count(e);
-        if (worked || text_pending(e))
-            continue;
-        stats_idle(&e->stats);
-        mailbox_wait(&e->commands, ms);
-    }
-    end_all(e);
+    while (!e->stopping && !atomic_load_explicit(&e->stop_asked, memory_order_relaxed))
+        if (!step_once(e, &ms) && !e->stopping)
+            wait_for_work(e, ms);
+    step_end(e);
     return NULL;
 }

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-static const struct ops *const backends[] = { &ops_cpu };
+static const struct ops *const backends[] = { &ops_cpu, &ops_sim };
 
 const struct ops *ops_find(const char *name)
 {

@@ -73,6 +73,8 @@ struct ops_config {
     int max_lanes;                /* rows of the KV state arrays */
     int max_rows;                 /* rows of the largest pass: >= OPS_TILE and >= decode batch */
     int max_pages;                /* page-table entries per (lane, layer, head) */
+    const char *device;           /* sim: whose time is counted (kernels/sim/device.c); NULL: its first */
+    bool slot_values;             /* sim: a value in each slot, so that tokens depend on what the tables hold */
 };
 
 /* A prefill tile has at most this many rows. Part of the numeric contract: scores are summed tile by tile. */
@@ -203,9 +205,14 @@ struct ops {
 
     /* Run fn(arg, i) for i in [0, n) on the backend's host workers (sampling). */
     void (*host_for)(void *be, int n, void (*fn)(void *arg, int i), void *arg);
+
+    /* A clock of the backend's own, in microseconds; any thread. NULL: time is the system's. */
+    int64_t (*now_us)(void *be);
+    /* Time in which nothing was computed passes on that clock. NULL without one. */
+    void (*idle)(void *be, int64_t us);
 };
 
-extern const struct ops ops_cpu;
+extern const struct ops ops_cpu, ops_sim;
 
 /* The backend of a name, or NULL. "auto" gives the best that this build and machine have. */
 const struct ops *ops_find(const char *name);
