@@ -1,0 +1,180 @@
+#include "daemon/log.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#define LINE_MAX_BYTES 2048 /* below PIPE_BUF: a pipe that says it has room takes a whole line */
+
+static enum log_target target = LOG_TO_STDERR;
+static _Atomic int log_fd = STDERR_FILENO;
+static _Atomic int max_level = LOG_INFO;
+static _Atomic long lost, lost_told;
+static char *log_path;
+
+static const char *level_name(int level)
+{
+    if (level <= LOG_ERR)
+        return "error";
+    if (level == LOG_WARNING)
+        return "warning";
+    return level == LOG_DEBUG ? "debug" : "info";
+}
+
+static int open_file(const char *path)
+{
+    return open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0640);
+}
+
+int log_open(const char *file, struct skv_error *err)
+{
+    int fd;
+
+    if (file == NULL || *file == '\0')
+        return 0;
+    if (strcmp(file, "syslog") == 0) {
+        openlog("skvd", LOG_PID | LOG_NDELAY, LOG_DAEMON);
+        target = LOG_TO_SYSLOG;
+        return 0;
+    }
+    fd = open_file(file);
+    if (fd < 0)
+        return skv_fail(err, SKV_BAD_CONFIG, "log-file %s: %s", file, strerror(errno));
+    log_path = strdup(file);
+    if (log_path == NULL) {
+        close(fd);
+        return skv_fail(err, SKV_NO_MEMORY, "no memory for the log");
+    }
+    log_fd = fd;
+    target = LOG_TO_FILE;
+    return 0;
+}
+
+void log_reopen(void)
+{
+    int fd, old = log_fd;
+
+    if (target != LOG_TO_FILE)
+        return;
+    fd = open_file(log_path);
+    if (fd < 0) {
+        log_line(LOG_WARNING, "log-reopen failed error=\"%s\"", strerror(errno));
+        return;
+    }
+    /* Over the old number: another thread may be about to write to it. */
+    if (dup3(fd, old, O_CLOEXEC) < 0)
+        log_line(LOG_WARNING, "log-reopen failed error=\"%s\"", strerror(errno));
+    close(fd);
+}
+
+void log_set_level(int level)
+{
+    max_level = level;
+}
+
+int log_level(void)
+{
+    return max_level;
+}
+
+long log_lost(void)
+{
+    return lost;
+}
+
+/* True when the whole line went out. */
+static int put_line(const char *s, size_t n)
+{
+    struct pollfd p = { .fd = log_fd, .events = POLLOUT };
+    ssize_t w;
+
+    /* Standard error may be a pipe or a terminal that is shared, so it isn't ours to make non-blocking. */
+    if (poll(&p, 1, 0) != 1 || !(p.revents & POLLOUT))
+        return 0;
+    do {
+        w = write(log_fd, s, n);
+    } while (w < 0 && errno == EINTR);
+    return w == (ssize_t)n;
+}
+
+static size_t prefix(char *buf, size_t size, int level)
+{
+    struct timespec ts;
+    struct tm tm;
+    size_t n;
+
+    clock_gettime(CLOCK_REALTIME, &ts);
+    gmtime_r(&ts.tv_sec, &tm);
+    n = strftime(buf, size, "%Y-%m-%dT%H:%M:%S", &tm);
+    n += (size_t)snprintf(buf + n, size - n, ".%03ldZ %s ", ts.tv_nsec / 1000000, level_name(level));
+    return n;
+}
+
+static void tell_lost(void)
+{
+    long now = lost, before = lost_told;
+    char line[160];
+    size_t n;
+
+    if (now == before)
+        return;
+    n = prefix(line, sizeof line, LOG_WARNING);
+    n += (size_t)snprintf(line + n, sizeof line - n, "log-lost lines=%ld\n", now - before);
+    if (put_line(line, n))
+        atomic_compare_exchange_strong(&lost_told, &before, now);
+}
+
+void log_line(int level, const char *fmt, ...)
+{
+    char line[LINE_MAX_BYTES];
+    size_t n = 0;
+    int saved = errno, m;
+    va_list ap;
+
+    if (level > max_level)
+        return;
+    if (target != LOG_TO_SYSLOG)
+        n = prefix(line, sizeof line, level);
+    va_start(ap, fmt);
+    m = vsnprintf(line + n, sizeof line - n - 1, fmt, ap);
+    va_end(ap);
+    n += m < 0 ? 0 : (size_t)m;
+    if (n > sizeof line - 2)
+        n = sizeof line - 2;
+    if (target == LOG_TO_SYSLOG) {
+        syslog(level, "%s", line);
+    } else {
+        line[n++] = '\n';
+        tell_lost();
+        if (!put_line(line, n))
+            atomic_fetch_add(&lost, 1);
+    }
+    errno = saved;
+}
+
+const char *log_value(const char *s, char *buf, size_t size)
+{
+    size_t n = 0;
+    int quote = *s == '\0' || strpbrk(s, " =\"") != NULL;
+
+    if (size < 8)
+        return "";
+    if (quote)
+        buf[n++] = '"';
+    for (; *s != '\0' && n < size - 3; s++) {
+        unsigned char c = (unsigned char)*s;
+
+        buf[n++] = c < 0x20 || c == 0x7f || c == '"' || c == '\\' ? '?' : (char)c;
+    }
+    if (quote)
+        buf[n++] = '"';
+    buf[n] = '\0';
+    return buf;
+}

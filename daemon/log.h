@@ -1,0 +1,32 @@
+/* log.h - one line an event, for people and for grep.
+ *
+ * A line is `time level event key=value ...`. It leaves in one write, so that lines of several threads don't mix, and
+ * never blocks or stops the daemon: when the disk is full or a pipe's reader sleeps the line is counted as lost, and the
+ * count is written when there is room again.
+ *
+ * Threads: any.
+ */
+#ifndef SKVD_DAEMON_LOG_H
+#define SKVD_DAEMON_LOG_H
+
+#include <stddef.h>
+#include <syslog.h> /* LOG_ERR, LOG_WARNING, LOG_INFO, LOG_DEBUG */
+
+#include "protocol/error.h"
+
+enum log_target { LOG_TO_STDERR, LOG_TO_FILE, LOG_TO_SYSLOG };
+
+/* file: NULL or "" for standard error, "syslog" for syslog(3). -1 with BAD_CONFIG when it can't be opened. */
+int log_open(const char *file, struct skv_error *err);
+/* Open the file again, after a rotation. The old one stays when that fails. */
+void log_reopen(void);
+void log_set_level(int level); /* the highest syslog level that is written */
+int log_level(void);
+long log_lost(void); /* lines that could not be written, ever */
+
+void log_line(int level, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+
+/* Text from outside as a value: what could break a line or a terminal becomes '?', blanks bring quotes. Returns buf. */
+const char *log_value(const char *s, char *buf, size_t size);
+
+#endif

@@ -1,0 +1,147 @@
+#include "daemon/quotas.h"
+
+#include <stdlib.h>
+
+#include "daemon/client.h"
+
+#define QUERIES_MORE 64 /* who has used up his requests can still ask for the status */
+
+static struct user **slot_of(struct quotas *q, uint32_t uid)
+{
+    struct user **p = &q->bucket[uid % USER_BUCKETS];
+
+    while (*p != NULL && (*p)->uid != uid)
+        p = &(*p)->next;
+    return p;
+}
+
+static struct user *user_get(struct quotas *q, uint32_t uid)
+{
+    struct user **p = slot_of(q, uid);
+
+    if (*p == NULL) {
+        *p = calloc(1, sizeof **p);
+        if (*p != NULL)
+            (*p)->uid = uid;
+    }
+    return *p;
+}
+
+/* A user with nothing in use is forgotten. */
+static void user_drop_if_idle(struct quotas *q, struct user *u)
+{
+    struct user **p;
+
+    if (u->connections > 0 || u->requests > 0)
+        return;
+    p = slot_of(q, u->uid);
+    *p = u->next;
+    free(u);
+}
+
+int quotas_retry_ms(const struct server *s)
+{
+    struct engine_stats st;
+    double ms;
+
+    engine_stats(s->engine, &st);
+    /* A place is free when one of those that run has finished: a guess from the mean step, within sane bounds. */
+    ms = st.step_ms_mean * 16.0 * (1.0 + (double)st.waiting / (st.running > 0 ? st.running : 1));
+    return ms < 100 ? 100 : ms > 10000 ? 10000 : (int)ms;
+}
+
+static int refuse(const struct server *s, struct skv_error *err, const char *what, long long have, const char *setting)
+{
+    skv_fail(err, SKV_OVERLOADED, "%s (%lld, limited by %s): try again later", what, have, setting);
+    err->retry_after_ms = quotas_retry_ms(s);
+    return -1;
+}
+
+int quotas_connect(struct server *s, struct client *c, struct skv_error *err)
+{
+    struct quotas *q = &s->quotas;
+    const struct config *cfg = &s->cfg;
+    struct user *u;
+
+    /* Administrators get in when all places are taken, or nobody could look what is wrong. */
+    if (q->connections >= cfg->max_connections + (c->admin ? 16 : 0))
+        return refuse(s, err, "too many connections", q->connections, "max-connections");
+    u = user_get(q, c->uid);
+    if (u == NULL)
+        return skv_fail(err, SKV_OVERLOADED, "no memory for another connection");
+    if (u->connections >= cfg->max_connections_per_user + (c->admin ? 16 : 0)) {
+        refuse(s, err, "too many connections of this user", u->connections, "max-connections-per-user");
+        user_drop_if_idle(q, u);
+        return -1;
+    }
+    u->connections++;
+    q->connections++;
+    c->user = u;
+    return 0;
+}
+
+void quotas_disconnect(struct server *s, struct client *c)
+{
+    if (c->user == NULL)
+        return;
+    c->user->connections--;
+    s->quotas.connections--;
+    user_drop_if_idle(&s->quotas, c->user);
+    c->user = NULL;
+}
+
+int quotas_begin(struct server *s, struct client *c, int64_t bytes, bool generates, struct user **user,
+                 struct skv_error *err)
+{
+    struct quotas *q = &s->quotas;
+    const struct config *cfg = &s->cfg;
+    struct user *u = c->user;
+    int more = generates ? 0 : QUERIES_MORE;
+
+    if (bytes > cfg->max_prompt_per_user || bytes > cfg->max_prompt)
+        return skv_fail(err, SKV_TOO_LARGE, "the prompt counts as %lld bytes, more than max-prompt or max-prompt-per-user "
+                        "ever allow (%lld)", (long long)bytes,
+                        (long long)(cfg->max_prompt_per_user < cfg->max_prompt ? cfg->max_prompt_per_user : cfg->max_prompt));
+    if (c->n_requests >= cfg->max_requests_per_connection + more)
+        return refuse(s, err, "too many requests in flight on this connection", c->n_requests,
+                      "max-requests-per-connection");
+    if (u->requests >= cfg->max_requests_per_user + more)
+        return refuse(s, err, "too many requests in flight of this user", u->requests, "max-requests-per-user");
+    if (q->requests >= cfg->max_requests + more)
+        return refuse(s, err, "too many requests in flight", q->requests, "max-requests");
+    if (u->prompt_bytes + bytes > cfg->max_prompt_per_user)
+        return refuse(s, err, "the prompts in flight of this user are too large", u->prompt_bytes + bytes,
+                      "max-prompt-per-user");
+    if (q->prompt_bytes + bytes > cfg->max_prompt)
+        return refuse(s, err, "the prompts in flight are too large", q->prompt_bytes + bytes, "max-prompt");
+    if (generates && cfg->max_kv_per_user > 0 && u->kv_bytes >= cfg->max_kv_per_user)
+        return refuse(s, err, "this user's sequences hold too much of the KV cache", u->kv_bytes, "max-kv-per-user");
+    u->requests++;
+    u->prompt_bytes += bytes;
+    q->requests++;
+    q->prompt_bytes += bytes;
+    *user = u;
+    return 0;
+}
+
+void quotas_end(struct server *s, struct user *u, int64_t bytes)
+{
+    u->requests--;
+    u->prompt_bytes -= bytes;
+    s->quotas.requests--;
+    s->quotas.prompt_bytes -= bytes;
+    user_drop_if_idle(&s->quotas, u);
+}
+
+void quotas_kv(struct server *s, const struct engine_seq_info *seq, int n)
+{
+    for (int i = 0; i < USER_BUCKETS; i++)
+        for (struct user *u = s->quotas.bucket[i]; u != NULL; u = u->next)
+            u->kv_bytes = 0;
+    for (int i = 0; i < n; i++) {
+        struct user *u = *slot_of(&s->quotas, seq[i].uid);
+
+        if (u != NULL)
+            u->kv_bytes += seq[i].kv_bytes;
+    }
+}
