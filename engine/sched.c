@@ -19,7 +19,7 @@ struct seq *sched_find_request(struct engine *e, uint64_t request)
     struct seq *s;
 
     TAILQ_FOREACH(s, &e->seqs, link)
-        if (s->request == request)
+        if (s->request == request && request != 0) /* an idle session serves none */
             return s;
     return NULL;
 }

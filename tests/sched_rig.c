@@ -183,10 +183,17 @@ static void take_events(struct rig *r)
 
 /* ---- what must always hold --------------------------------------------------------------------------------------- */
 
+/* A refed prompt's last pair is taken back until its first step puts it in again. */
+static int refed(const struct seq *s)
+{
+    return s->req != NULL && s->req->kind == ENGINE_SCORE && s->req->refeed;
+}
+
 /* One sequence's lengths against its plan: nothing above the cap, no head of a sparse layer above what the layer may have. */
 static void check_lengths(struct rig *r, const struct seq *s)
 {
     const struct ops_dims *d = &r->e->model.src.dims;
+    int again = refed(s);
 
     for (int l = 0; l < d->n_layer; l++) {
         int64_t sum = 0, budget = s->plan.budget[l];
@@ -203,7 +210,7 @@ static void check_lengths(struct rig *r, const struct seq *s)
         if (budget != 0 && sum > d->n_kv * (budget + 1))
             WRONG(r, "sequence %llu layer %d: %lld slots in %d heads, budget %lld", (unsigned long long)s->id, l,
                   (long long)sum, d->n_kv, (long long)budget);
-        if (budget != 0 && s->n_kv > budget && sum < (int64_t)d->n_kv * budget)
+        if (budget != 0 && s->n_kv > budget && sum < d->n_kv * (budget - again))
             WRONG(r, "sequence %llu layer %d: only %lld slots of a budget of %lld in %d heads", (unsigned long long)s->id, l,
                   (long long)sum, (long long)budget, d->n_kv);
     }
@@ -220,9 +227,10 @@ static void check_seq(struct rig *r, const struct seq *s, int64_t *reserved)
         WRONG(r, "sequence %llu (%s): holds %lld pages, promised %lld, transient %lld", (unsigned long long)s->id,
               seq_state_name(s), (long long)held, (long long)s->reserved, (long long)s->transient);
     if (s->has_plan && (s->state == SEQ_DECODE || s->state == SEQ_IDLE)) {
-        if (held > kvplan_pages(&s->plan, s->n_kv))
+        int64_t may = kvplan_pages(&s->plan, s->n_kv + refed(s));
+        if (held > may)
             WRONG(r, "sequence %llu: holds %lld pages at %d positions, its plan says %lld", (unsigned long long)s->id,
-                  (long long)held, s->n_kv, (long long)kvplan_pages(&s->plan, s->n_kv));
+                  (long long)held, s->n_kv, (long long)may);
         check_lengths(r, s);
     }
 }

@@ -495,6 +495,35 @@ START_TEST(sessions_standstill)
 }
 END_TEST
 
+/* Commands for a request that is no more, or that never was, find nothing: also not an idle session, which serves none. */
+START_TEST(stale_ids)
+{
+    struct engine_config cfg;
+    struct rig r;
+
+    rig_config(&cfg);
+    rig_start(&r, &cfg);
+    struct engine_request *q = rig_generate(50, 1, 5);
+    q->session = strdup("s");
+    rig_submit(&r, q);
+    rig_run(&r);
+    uint64_t stale[] = { 0, r.req[0].id, r.req[0].id + 100 };
+    for (int i = 0; i < 3; i++) {
+        int ms;
+        engine_cancel(r.e, stale[i]);
+        engine_pause(r.e, stale[i]);
+        rig_step(&r, &ms);
+    }
+    q = rig_generate(10, 2, 5);
+    q->session = strdup("s");
+    int next = rig_submit(&r, q);
+    rig_run(&r);
+    ck_assert_int_eq(r.req[next].code, SKV_OK);
+    ck_assert_int_eq(r.req[next].n_token, 5);
+    stop(&r);
+}
+END_TEST
+
 /* Two prompts of 70 % of the pool: one after the other, and progress never goes back (the rig checks). */
 START_TEST(two_large_prompts)
 {
@@ -563,6 +592,7 @@ int main(void)
     tcase_add_test(c, cancel_anywhere);
     tcase_add_test(c, sessions_give_way);
     tcase_add_test(c, sessions_standstill);
+    tcase_add_test(c, stale_ids);
     tcase_add_test(c, two_large_prompts);
     tcase_add_test(c, paused);
     suite_add_tcase(s, c);
