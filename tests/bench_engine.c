@@ -1,0 +1,209 @@
+/* bench_engine.c - the engine's speed, without a socket: prefill and decode at the depths and batches that users meet.
+ *
+ *   bench_engine MODEL [--threads N] [--json] [--policy NAME] [--dtype bf16|int8] [--quick] [--batch N] [--isa NAME]
+ *
+ * Prefill: time to the first token of one prompt. Decode: all sequences' prompts are put into sessions first, then all go on at
+ * once; tokens are counted from the moment when the last one began until the first one ends. The best of the rounds is given,
+ * with the spread.
+ */
+#include <getopt.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "tests/engine_client.h"
+
+static struct engine_config cfg;
+static bool json;
+static int vocab, rounds = 3;
+
+static double now(void)
+{
+    struct timespec t;
+
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static int32_t *tokens(int n, uint32_t seed)
+{
+    int32_t *ids = malloc((size_t)n * sizeof *ids);
+    uint32_t x = seed * 2654435761u + 1;
+
+    for (int i = 0; ids != NULL && i < n; i++) {
+        x = x * 1664525u + 1013904223u;
+        ids[i] = (int32_t)((x >> 8) % (uint32_t)(vocab - 100)) + 50;
+    }
+    return ids;
+}
+
+static void row(const char *what, int depth, int batch, const char *policy, double best, double worst)
+{
+    if (json)
+        printf("{\"bench\": \"%s\", \"depth\": %d, \"batch\": %d, \"policy\": \"%s\", \"dtype\": \"%s\", \"tokens_per_s\": %.1f, \"worst\": %.1f}\n",
+               what, depth, batch, policy, cfg.kv.dtype != NULL ? cfg.kv.dtype : "bf16", best, worst);
+    else
+        printf("%-8s %6d tokens  batch %2d  %-10s %9.1f tokens/s   (worst round %.1f)\n", what, depth, batch, policy, best, worst);
+    fflush(stdout);
+}
+
+static void prefill(struct engine *e, int n)
+{
+    double best = 0, worst = 1e30;
+
+    for (int r = 0; r < rounds; r++) {
+        int32_t *ids = tokens(n, (uint32_t)r + 1);
+        double t = now();
+        struct client_reply *reply = client_call(e, client_generate(ids, n, 1));
+        double rate = n / (now() - t);
+        if (reply->code != SKV_OK)
+            fprintf(stderr, "prefill %d: %s\n", n, reply->message);
+        client_reply_free(reply);
+        free(ids);
+        best = rate > best ? rate : best;
+        worst = rate < worst ? rate : worst;
+    }
+    row("prefill", n, 1, cfg.kv.policy, best, worst);
+}
+
+static void fill_session(struct engine *e, int i, int depth)
+{
+    int32_t *ids = tokens(depth, 100 + (uint32_t)i);
+    struct engine_request *q = client_generate(ids, depth, 0);
+    char name[16];
+
+    snprintf(name, sizeof name, "b%d", i);
+    q->session = strdup(name);
+    struct client_reply *r = client_call(e, q);
+    if (r->code != SKV_OK)
+        fprintf(stderr, "session %d of %d tokens: %s\n", i, depth, r->message);
+    client_reply_free(r);
+    free(ids);
+}
+
+/* One token more for every session, `steps` answer tokens each; tokens a second while all of them run. */
+static double decode_round(struct engine *e, int batch, int steps)
+{
+    uint64_t id[256];
+    int first[256] = { 0 }, begun = 0, count = 0, open = batch;
+    double t0 = 0, t1 = 0;
+    int32_t one = 100;
+
+    for (int i = 0; i < batch; i++) {
+        struct engine_request *q = client_generate(&one, 1, steps);
+        struct skv_error err;
+        char name[16];
+        snprintf(name, sizeof name, "b%d", i);
+        q->session = strdup(name);
+        if (engine_submit(e, q, &id[i], &err) < 0)
+            fprintf(stderr, "%s\n", err.msg);
+    }
+    while (open > 0) {
+        struct pollfd p = { .fd = engine_event_fd(e), .events = POLLIN };
+        struct engine_event ev[64];
+        poll(&p, 1, -1);
+        int n = engine_events(e, ev, 64);
+        double t = now();
+        for (int k = 0; k < n; k++) {
+            int i = 0;
+            while (i < batch && id[i] != ev[k].id)
+                i++;
+            if (ev[k].type == ENGINE_EV_END) {
+                open--;
+                if (t1 == 0)
+                    t1 = t;
+            } else if (t1 == 0 && begun == batch) {
+                count++;
+            } else if (first[i]++ == 0 && ++begun == batch) {
+                t0 = t;
+            }
+            engine_event_fini(&ev[k]);
+        }
+    }
+    return t1 > t0 ? count / (t1 - t0) : 0;
+}
+
+static void decode(struct engine *e, int depth, int batch)
+{
+    double best = 0, worst = 1e30;
+
+    for (int i = 0; i < batch; i++)
+        fill_session(e, i, depth);
+    for (int r = 0; r < rounds; r++) {
+        double rate = decode_round(e, batch, batch > 8 ? 24 : 48);
+        best = rate > best ? rate : best;
+        worst = rate < worst ? rate : worst;
+    }
+    row("decode", depth, batch, cfg.kv.policy, best, worst);
+}
+
+static struct engine *start(const char *policy)
+{
+    cfg.kv.policy = policy;
+    struct engine *e = client_start(&cfg);
+    struct engine_model_info info;
+    engine_model_info(e, &info);
+    vocab = info.vocab;
+    if (!json)
+        printf("%s: %s, KV policy %s\n", info.name, info.detail, policy);
+    return e;
+}
+
+static void run(const char *policy, bool quick, int batch)
+{
+    struct engine *e = start(policy);
+
+    prefill(e, 512);
+    prefill(e, 4096 < cfg.context || cfg.context == 0 ? 4096 : 1024);
+    engine_free(e);
+    e = start(policy);
+    decode(e, 8, 1);
+    engine_free(e);
+    e = start(policy);
+    decode(e, 4000, 1);
+    engine_free(e);
+    if (quick)
+        return;
+    e = start(policy);
+    decode(e, 4000, batch);
+    engine_free(e);
+}
+
+int main(int argc, char **argv)
+{
+    static const struct option options[] = { { "threads", 1, NULL, 't' }, { "json", 0, NULL, 'j' },  { "policy", 1, NULL, 'p' },
+                                             { "dtype", 1, NULL, 'd' },   { "quick", 0, NULL, 'q' }, { "batch", 1, NULL, 'b' },
+                                             { "isa", 1, NULL, 'i' },     { "rounds", 1, NULL, 'r' }, { NULL, 0, NULL, 0 } };
+    const char *policy = NULL;
+    bool quick = false;
+    int c, batch = 20;
+
+    engine_config_default(&cfg);
+    cfg.kv_memory = (int64_t)6 << 30;
+    while ((c = getopt_long(argc, argv, "", options, NULL)) != -1)
+        switch (c) {
+        case 't': cfg.threads = atoi(optarg); break;
+        case 'j': json = true; break;
+        case 'p': policy = optarg; break;
+        case 'd': cfg.kv.dtype = optarg; break;
+        case 'q': quick = true; break;
+        case 'b': batch = atoi(optarg); break;
+        case 'i': cfg.isa = optarg; break;
+        case 'r': rounds = atoi(optarg); break;
+        default: return 2;
+        }
+    if (optind + 1 != argc || batch < 1 || batch > 64 || rounds < 1) {
+        fprintf(stderr, "usage: bench_engine MODEL [--threads N] [--json] [--policy NAME] [--dtype NAME] [--quick] [--batch N] [--rounds N]\n");
+        return 2;
+    }
+    cfg.model = argv[optind];
+    if (policy != NULL) {
+        run(policy, quick, batch);
+    } else {
+        run("full", quick, batch);
+        run("sparse", quick, batch);
+    }
+    return 0;
+}
