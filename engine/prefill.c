@@ -10,6 +10,8 @@
 
 #include "engine/core.h"
 
+#define TAIL_MAX 12 /* no known template's header is longer */
+
 static int seq_rows(const struct seq *s)
 {
     return s->n_prompt - s->n_kv;
@@ -104,6 +106,20 @@ void prefill_leave(struct engine *e, struct seq *s)
 
 /* ---- one layer of one sequence ------------------------------------------------------------------- */
 
+/* A chat's prompt ends with the template's own words (the assistant's header): how many tokens. Known of messages; in a prompt
+ * that is a chat's text, counted from the last token that ends a turn. 0 where no turn ended just before. */
+static int tail_tokens(const struct engine *e, const struct seq *s)
+{
+    int n = s->n_prompt;
+
+    if (s->tail_from >= 0)
+        return n - s->tail_from;
+    for (int k = 1; k <= TAIL_MAX && k <= seq_rows(s); k++)
+        if (tok_is_eog(e->model.tok, s->tokens.id[n - k]))
+            return k;
+    return 0;
+}
+
 /* Before the layer's first tile: slots for the prompt, and what will be scored. */
 static void layer_begin(struct engine *e, struct seq *s, int layer)
 {
@@ -122,7 +138,7 @@ static void layer_begin(struct engine *e, struct seq *s, int layer)
     if (rule->budget == 0)
         return;
     struct policy_prompt prompt = { .n_slot = most, .n_new = rows,
-                                    .n_tail = s->tail_from >= 0 ? s->n_prompt - s->tail_from : 0 };
+                                    .n_tail = tail_tokens(e, s) };
     s->score_query = s->plan.policy->choose(&s->plan.params, &prompt, rule);
     if (rule->pool_to < 0)
         rule->pool_to = 0;
