@@ -15,6 +15,10 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Keeps a running sum a running sum: compilers reorder long integer additions into trees, whose leaves then don't fit
+ * the 16 registers. */
+#define KEEP(v) __asm__("" : "+x"(v))
+
 /* Where a tile reads its activations: rows `ld` apart from row 0 of the tile. */
 struct tile {
     const int8_t *q8;
@@ -105,6 +109,8 @@ INLINE void tile_bytes(const uint8_t *u, const float *sd, const float *sm, const
                     __m256i x0 = _mm256_maddubs_epi16(w0, b), x1 = _mm256_maddubs_epi16(w1, b);
                     p[r][0] = v ? _mm256_add_epi16(p[r][0], x0) : x0;
                     p[r][1] = v ? _mm256_add_epi16(p[r][1], x1) : x1;
+                    KEEP(p[r][0]);
+                    KEEP(p[r][1]);
                 }
             }
 #pragma GCC unroll 6
@@ -149,6 +155,8 @@ INLINE void tile_wide(const uint8_t *u, const float *sd, const float *sm, const 
                 sum[r][1] = v ? _mm256_add_epi32(sum[r][1], p1) : p1;
                 sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(o0, bo));
                 sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(o1, bo));
+                KEEP(sum[r][0]);
+                KEEP(sum[r][1]);
             }
         }
 #pragma GCC unroll 4

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define ROW_BLOCK    256   /* rows of an item at most: 64 KiB of accumulators for the gated product */
+#define ROW_BLOCK    128   /* rows of an item at most: 32 KiB of accumulators for the gated product */
 #define ITEM_BYTES   12288 /* weights of an item at least: what one core reads in half a microsecond */
 #define ROWS_INLINE  2     /* row work of so few rows isn't worth waking anyone for */
 #define ROWS_ITEM    8     /* rows of an item of row work */

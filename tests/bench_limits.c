@@ -1,0 +1,142 @@
+/* bench_limits.c - what this machine can do at best: memory read bandwidth and the peak rate of the instructions that
+ * the kernels of an ISA live on, for one thread and for all. */
+#include "tests/bench.h"
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels/workers.h"
+
+#define PROBE_BYTES ((size_t)64 << 20) /* a thread: past any cache that one core can call its own */
+#define ROUNDS      20000
+
+static volatile uint64_t sink;
+
+struct probe {
+    unsigned char **buf;
+    double (*work)(unsigned char *buf); /* returns what it did */
+    double done[256];
+};
+
+static void probe_item(void *arg, int item, int worker)
+{
+    struct probe *p = arg;
+    p->done[item] = p->work(p->buf[worker]);
+}
+
+static double read_memory(unsigned char *buf)
+{
+    const uint64_t *p = (const uint64_t *)buf;
+    uint64_t s[16] = { 0 };
+    for (size_t i = 0; i < PROBE_BYTES / 8; i += 16)
+        for (int k = 0; k < 16; k++)
+            s[k] += p[i + k];
+    for (int k = 0; k < 16; k++)
+        sink += s[k];
+    return (double)PROBE_BYTES;
+}
+
+/* Twelve chains hide the latency of any of these instructions. */
+#define CHAINS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
+
+#ifdef SKV_X86
+#include <immintrin.h>
+
+#define PROBE(name, target_isa, type, zero, step, per_step)                     \
+    __attribute__((target(target_isa))) static double name(unsigned char *buf)  \
+    {                                                                           \
+        type x = zero, y = zero, a[12];                                         \
+        (void)buf;                                                              \
+        for (int i = 0; i < 12; i++)                                            \
+            a[i] = zero;                                                        \
+        for (int n = 0; n < ROUNDS; n++) {                                      \
+            CHAINS(step)                                                        \
+        }                                                                       \
+        return 12.0 * ROUNDS * (per_step);                                      \
+    }
+#define STEP_FMA(i)  __asm__ volatile("vfmadd231ps %1, %2, %0" : "+v"(a[i]) : "v"(x), "v"(y));
+#define STEP_VNNI(i) __asm__ volatile("vpdpbusd %1, %2, %0" : "+v"(a[i]) : "v"(x), "v"(y));
+#define STEP_BF16(i) __asm__ volatile("vdpbf16ps %1, %2, %0" : "+v"(a[i]) : "v"(x), "v"(y));
+/* AVX2's product of small bytes: vpmaddubsw, then a 16-bit addition */
+#define STEP_MADD(i) \
+    __asm__ volatile("vpmaddubsw %2, %1, %%ymm15\n\tvpaddw %%ymm15, %0, %0" : "+x"(a[i]) : "x"(x), "x"(y) : "xmm15");
+PROBE(fma256, "avx2,fma", __m256, _mm256_setzero_ps(), STEP_FMA, 16)
+PROBE(fma512, "avx512f", __m512, _mm512_setzero_ps(), STEP_FMA, 32)
+PROBE(madd256, "avx2", __m256i, _mm256_setzero_si256(), STEP_MADD, 64)
+PROBE(vnni512, "avx512f,avx512vnni", __m512i, _mm512_setzero_si512(), STEP_VNNI, 128)
+PROBE(bf16_512, "avx512f,avx512bf16", __m512, _mm512_setzero_ps(), STEP_BF16, 64)
+#endif
+
+static double scalar_products(unsigned char *buf)
+{
+    float a[12] = { 0 }, x = (float)buf[0], y = x;
+    for (int n = 0; n < ROUNDS; n++) {
+#define STEP_C(i) a[i] = a[i] + x * y; __asm__ volatile("" : "+x"(a[i]));
+        CHAINS(STEP_C)
+    }
+    return 24.0 * ROUNDS;
+}
+
+static void choose(const struct bench *b, double (*work[BENCH_LIMITS])(unsigned char *))
+{
+    work[BENCH_F32] = work[BENCH_INT8] = work[BENCH_BF16] = scalar_products;
+    work[BENCH_MEMORY] = read_memory;
+#ifdef SKV_X86
+    if (strcmp(b->isa->name, "avx2") == 0) {
+        work[BENCH_F32] = work[BENCH_BF16] = fma256;
+        work[BENCH_INT8] = madd256;
+    } else if (strcmp(b->isa->name, "avx512") == 0) {
+        work[BENCH_F32] = work[BENCH_BF16] = fma512;
+        work[BENCH_INT8] = vnni512;
+        if (__builtin_cpu_supports("avx512bf16"))
+            work[BENCH_BF16] = bf16_512;
+    }
+#else
+    (void)b;
+#endif
+}
+
+static double probe_rate(struct workers *w, int n, struct probe *p)
+{
+    double best = 0;
+    for (int k = 0; k < 8; k++) {
+        double t = bench_now(), done = 0;
+        workers_run(w, n, probe_item, p);
+        t = bench_now() - t;
+        for (int i = 0; i < n; i++)
+            done += p->done[i];
+        if (done / t > best)
+            best = done / t;
+    }
+    return best;
+}
+
+void bench_probe(struct bench *b)
+{
+    struct skv_error err;
+    struct probe p = { 0 };
+    double (*work[BENCH_LIMITS])(unsigned char *) = { NULL };
+    struct workers *one = workers_new(1, &err), *all = workers_new(b->threads, &err);
+    p.buf = calloc((size_t)b->threads, sizeof *p.buf);
+    if (!one || !all || !p.buf || b->threads > 256)
+        abort();
+    for (int i = 0; i < b->threads; i++) {
+        if (!(p.buf[i] = aligned_alloc(64, PROBE_BYTES)))
+            abort();
+        memset(p.buf[i], i + 1, PROBE_BYTES);
+    }
+    choose(b, work);
+    for (int k = 0; k < BENCH_NONE; k++) {
+        p.work = work[k];
+        if (b->limit[0][k] == 0)
+            b->limit[0][k] = probe_rate(one, 1, &p);
+        if (b->limit[1][k] == 0)
+            b->limit[1][k] = probe_rate(all, b->threads, &p);
+    }
+    for (int i = 0; i < b->threads; i++)
+        free(p.buf[i]);
+    free(p.buf);
+    workers_free(one);
+    workers_free(all);
+}
