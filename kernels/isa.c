@@ -5,6 +5,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef SKV_X86
+#include <cpuid.h>
+#endif
+
 static bool have_scalar(void)
 {
     return true;
@@ -17,9 +21,16 @@ static void fill_scalar(struct kern_isa *t)
 }
 
 #ifdef SKV_X86
+/* clang 14 does not know this name in __builtin_cpu_supports. */
+static bool have_f16c(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
 static bool have_avx2(void)
 {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && have_f16c();
 }
 
 /* VNNI is asked for as well: without it AVX2's 16-bit products are as good. BF16 is looked for by the kernels. */

@@ -13,11 +13,13 @@ static struct tokenizer *tokenizer_of(unsigned kind)
     static const struct {
         const char *model, *pre;
     } how[KINDS] = {{"gpt2", "smollm"}, {"gpt2", "llama-bpe"}, {"gpt2", "qwen2"}, {"gpt2", "gpt-2"}, {"llama", ""}};
+    static struct gguf *from[KINDS];
     static struct tokenizer *made[KINDS];
 
     if (made[kind] == NULL) {
         struct skv_error err;
-        made[kind] = tok_new(fuzz_model(how[kind].model, how[kind].pre), &err); /* both live as long as the process */
+        from[kind] = fuzz_model(how[kind].model, how[kind].pre); /* both live as long as the process */
+        made[kind] = tok_new(from[kind], &err);
         FUZZ_CHECK(made[kind] != NULL);
     }
     return made[kind];
