@@ -21,6 +21,7 @@
 #define KEEP_IN_BYTES  16384  /* an idle connection holds no more than this for input */
 #define IOV            16
 #define FAULT_LINGER_MS 2000
+#define CLOSE_READS     64
 #define PAUSED_FACTOR   10 /* a paused sequence holds memory: one that reads, but hardly, may do so this often reader-timeout */
 
 struct chunk {
@@ -109,6 +110,16 @@ struct client *client_new(struct server *s, int fd, struct skv_error *err)
     return NULL;
 }
 
+void client_close_fd(int fd)
+{
+    char junk[16384];
+
+    /* Closing with input unread makes the kernel reset the peer, who may not have read our last word yet. */
+    for (int i = 0; i < CLOSE_READS && recv(fd, junk, sizeof junk, MSG_DONTWAIT) > 0; i++)
+        ;
+    close(fd);
+}
+
 void client_drop(struct client *c, enum drop_kind kind, const char *why)
 {
     struct server *s = c->srv;
@@ -128,7 +139,7 @@ void client_drop(struct client *c, enum drop_kind kind, const char *why)
         s->subscribers--;
     quotas_disconnect(s, c);
     /* The number is free for the next accept at once; the memory waits until no callback of ours is on the stack. */
-    close(c->fd);
+    client_close_fd(c->fd);
     c->fd = -1;
     TAILQ_REMOVE(&s->clients, c, link);
     s->n_clients--;

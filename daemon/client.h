@@ -61,6 +61,9 @@ void client_finish(struct client *c);
 /* End it now: its requests are cancelled. */
 void client_drop(struct client *c, enum drop_kind kind, const char *why);
 
+/* Close a connection's descriptor so that the peer can still read what was sent. */
+void client_close_fd(int fd);
+
 /* Once in a while: what has timed out? */
 void client_sweep(struct client *c, int64_t now);
 /* Free those that were dropped. */

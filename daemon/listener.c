@@ -233,7 +233,7 @@ static void turn_away(struct server *s, int fd, const struct skv_error *err)
     wire_notify_error(&s->out, err);
     if (!s->out.failed)
         send(fd, s->out.p, s->out.len, MSG_NOSIGNAL | MSG_DONTWAIT);
-    close(fd);
+    client_close_fd(fd);
 }
 
 static void out_of_descriptors(struct listener *l, int listen_fd, int e)

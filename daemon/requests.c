@@ -591,20 +591,21 @@ static void write_answer(struct wire_buf *b, const struct request *r, const stru
 static void child_done(struct request *child, const struct engine_event *ev)
 {
     struct request *p = child->parent;
+    struct wire_buf *b = &child->srv->out;
     struct client *c = p->c;
 
     if (ev->code != SKV_OK && p->failed.code == SKV_OK)
         skv_fail(&p->failed, ev->code, "%s", ev->message != NULL ? ev->message : skv_code_name(ev->code));
     if (--p->pending > 0)
         return;
-    wire_buf_clear(&p->srv->out);
+    wire_buf_clear(b);
     if (p->failed.code != SKV_OK)
-        wire_response_error(&p->srv->out, p->msgid, &p->failed);
+        wire_response_error(b, p->msgid, &p->failed);
     else
-        reply_settings(&p->srv->out, p->msgid, p->srv);
+        reply_settings(b, p->msgid, p->srv);
     requests_end(p);
     if (c != NULL)
-        client_send(c, &p->srv->out);
+        client_send(c, b);
 }
 
 static const char *end_reason(const struct request *r, const struct engine_event *ev)

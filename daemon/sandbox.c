@@ -225,6 +225,11 @@ static void filter_calls(const char *backend)
 
 void sandbox_calls(const struct config *cfg, const char *backend)
 {
-    close_files(cfg);
+#ifndef SKV_SANITIZED
+    close_files(cfg); /* a sanitizer looks into /proc when the program ends */
+#else
+    (void)close_files;
+    (void)cfg;
+#endif
     filter_calls(backend);
 }

@@ -467,6 +467,14 @@ def test_connection_quota():
             assert p.message() is None
         for p in peers:
             p.close()
+
+        def in_again():
+            try:
+                with d.peer() as p:
+                    return p.call("status")["connections"] < 20
+            except EOFError:
+                return False
+        until(in_again)
         healthy(d)
     finally:
         assert d.stop() == 0
