@@ -285,7 +285,7 @@ static int render_roles(struct render *r, const char *end, struct skv_error *err
         at_message(r, i);
         if (t->skip_empty_system && role_is(&r->msg[i], "system") && r->msg[i].content.len == 0)
             continue;
-        if (!t->user_opens || i == 0 || !role_is(&r->msg[i], "assistant") || !role_is(&r->msg[i - 1], "user")) {
+        if (!t->user_opens || !role_is(&r->msg[i], "assistant")) {
             mark(r, "<|");
             content(r, &r->msg[i].role, TRIM_NONE);
             mark(r, "|>\n");
