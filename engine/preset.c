@@ -33,7 +33,7 @@ static const struct preset preset_table[] = {
 };
 #define N_PRESET (sizeof preset_table / sizeof *preset_table)
 
-static const char no_weights[1] = { 0 }; /* a tensor that is there has data; nobody reads it */
+static const char no_weights[2] = { 0 }; /* a tensor that is there has data; nobody reads it */
 
 bool preset_named(const char *model)
 {
@@ -185,7 +185,9 @@ static int fill(struct model *m, const struct preset *p, int type, struct skv_er
         };
     m->src.layer = m->layer;
     m->src.embed = tensor(type, p->n_vocab, p->d_model);
-    m->src.output = p->tied ? m->src.embed : tensor(type, p->n_vocab, p->d_model);
+    m->src.output = m->src.embed;
+    if (!p->tied)
+        m->src.output.data = &no_weights[1];
     m->src.out_norm = tensor(KERN_F32, 1, p->d_model);
     return 0;
 }

@@ -247,7 +247,7 @@ static bool explained(const struct scenario *sc, const struct job *j, const stru
 
     switch (q->code) {
     case SKV_OK: /* all its tokens, fewer only at an end token, at the context's end, or with a session's past before it */
-        ok = j->prompt > 0 && (j->kind == ENGINE_SCORE || q->n_token == (j->answer < room ? j->answer : room) ||
+        ok = (j->prompt > 0 || session) && (j->kind == ENGINE_SCORE || q->n_token == (j->answer < room ? j->answer : room) ||
                                (q->n_token < j->answer && (j->eos || session)));
         break;
     case SKV_BAD_REQUEST: /* empty, odd options, a pin outside, a busy or differently begun session */

@@ -173,6 +173,7 @@ int cmd_top(struct ctl *ctl, int argc, char **argv);
 int cmd_inspect(struct ctl *ctl, int argc, char **argv);
 int cmd_bench(struct ctl *ctl, int argc, char **argv);
 int cmd_eval(struct ctl *ctl, int argc, char **argv);
+int cmd_plan(struct ctl *ctl, int argc, char **argv);
 int cmd_cancel(struct ctl *ctl, int argc, char **argv);
 int cmd_drain(struct ctl *ctl, int argc, char **argv);
 int cmd_resume(struct ctl *ctl, int argc, char **argv);
@@ -187,6 +188,6 @@ int cmd_version(struct ctl *ctl, int argc, char **argv);
 int cmd_help(struct ctl *ctl, int argc, char **argv);
 
 extern const struct ctl_opt run_opts[], chat_opts[], score_opts[], tokenize_opts[], template_opts[], top_opts[],
-    inspect_opts[], bench_opts[], eval_opts[], shutdown_opts[], cancel_opts[];
+    inspect_opts[], bench_opts[], eval_opts[], plan_opts[], shutdown_opts[], cancel_opts[];
 
 #endif

@@ -19,6 +19,7 @@ const struct ctl_command ctl_commands[] = {
     { "kv", "", "The KV cache, layer by layer: policy, budget, pages, bytes, evictions.", NULL, false, 0, 0, cmd_kv },
     { "bench", "", "A load test: latencies, throughput, and ratios between policies.", bench_opts, false, 0, 0, cmd_bench },
     { "eval", "FILE...", "Accuracy of task files (JSON lines) under KV policies, relative to the full cache.", eval_opts, false, 1, -1, cmd_eval },
+    { "plan", "", "What a machine would serve, by a cost model: --model llama3-8b --gpu rtx4090.", plan_opts, false, 0, 0, cmd_plan },
     { "cancel", "[SEQ...]", "End one's own requests by sequence number.", cancel_opts, false, 0, -1, cmd_cancel },
     { "kill", "SEQ...", "End anybody's sequences or idle sessions.", NULL, false, 1, -1, cmd_kill },
     { "drain", "", "Refuse new work, finish the old.", NULL, false, 0, 0, cmd_drain },

@@ -157,9 +157,12 @@ static void sim_embed(void *be, const struct ops_pass *pass, float *x)
 {
     struct sim *s = be;
 
-    for (int i = 0; i < pass->n_seg; i++)
-        for (int r = pass->seg[i].row0; r < pass->seg[i].row0 + pass->seg[i].n_row; r++)
-            state_put(s, x, r, sim_mix((uint64_t)pass->token[r], (uint64_t)(pass->seg[i].pos0 + r - pass->seg[i].row0)));
+    for (int i = 0; i < pass->n_seg; i++) {
+        const struct ops_seg *seg = &pass->seg[i];
+        int last = seg->row0 + seg->n_row - 1;
+        for (int r = s->value != NULL ? seg->row0 : last; r <= last; r++) /* without slot values only a last row is asked for */
+            state_put(s, x, r, sim_mix((uint64_t)pass->token[r], (uint64_t)(seg->pos0 + r - seg->row0)));
+    }
     sim_cost_embed(s, pass->n_row);
 }
 
@@ -284,8 +287,7 @@ static void sim_logits(void *be, const float *x, const int32_t *row, int n, floa
     for (int i = 0; i < n; i++) {
         uint64_t h = sim_mix(state_get(s, x, row[i]), 2), h2 = sim_mix(h, 3);
         float *out = logits + (size_t)i * s->d.n_vocab;
-        for (int t = 0; t < s->d.n_vocab; t++)
-            out[t] = (float)((h2 >> (t & 31)) & 15) / 16;
+        memset(out, 0, (size_t)s->d.n_vocab * sizeof *out);
         out[h2 % (uint64_t)s->d.n_vocab] = 3;
         out[scripted_token(h, s->d.n_vocab)] = 6;
     }

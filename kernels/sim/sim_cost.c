@@ -41,8 +41,7 @@ static double tensor_flops(const struct kern_tensor *t)
 
 double sim_weight_bytes(const struct ops_model_src *src)
 {
-    double sum = tensor_bytes(&src->embed) + (src->output.data != src->embed.data || src->output.rows != src->embed.rows
-                                                  ? tensor_bytes(&src->output) : 0);
+    double sum = tensor_bytes(&src->embed) + (src->output.data != src->embed.data ? tensor_bytes(&src->output) : 0);
 
     for (int l = 0; l < src->dims.n_layer; l++) {
         const struct ops_layer_src *y = &src->layer[l];
