@@ -236,6 +236,7 @@ void kern_attn_avx2(struct kern_attn_fns *f)
         f->decode[t] = *form;
     }
     kern_attn_avx2_decode(f);
+    kern_attn_avx2_int16(f);
     f->colsum = colsum;
     f->probs = probs;
 }

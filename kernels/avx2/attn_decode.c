@@ -44,6 +44,7 @@ INLINE void qk_bf16_tile(const unsigned char *k, const unsigned char *next, int 
                 const float *w = (const float *)(q + r * q_bytes) + d;
                 acc[r][c] = _mm256_fmadd_ps(_mm256_broadcast_ss(w), even, acc[r][c]);
                 acc[r][c] = _mm256_fmadd_ps(_mm256_broadcast_ss(w + 1), odd, acc[r][c]);
+                IN_REGISTER(acc[r][c]);
             }
         }
     }
@@ -104,6 +105,7 @@ INLINE void pv_bf16_tile(const struct kern_attn_block *b, const char *p, const i
                     const float *w = (const float *)(p + r * KERN_ATTN_P_BYTES) + j;
                     acc[r][c] = _mm256_fmadd_ps(_mm256_broadcast_ss(w), even, acc[r][c]);
                     acc[r][c] = _mm256_fmadd_ps(_mm256_broadcast_ss(w + 1), odd, acc[r][c]);
+                    IN_REGISTER(acc[r][c]);
                 }
             }
         }
@@ -158,21 +160,27 @@ INLINE struct q_tail *q_tail(void *q, int hd)
  * no sum of hd products with 255 leaves 31 bits. */
 static void pack_q_int8(const float *q, int head_dim, int hd, float scale, void *out)
 {
+    const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
     int largest = INT32_MAX / (255 * hd);
-    int16_t *to = out;
-    float max = 0;
-    int32_t sum = 0;
+    __m256 max = _mm256_setzero_ps();
+    __m256i sum = _mm256_setzero_si256();
+    _Alignas(32) int32_t part[8];
 
     largest = largest < INT16_MAX ? largest : INT16_MAX;
-    for (int d = 0; d < head_dim; d++)
-        max = fabsf(q[d]) > max ? fabsf(q[d]) : max;
-    float inv = max > 0 ? (float)largest / max : 0;
-    for (int d = 0; d < hd; d++) {
-        int x = d < head_dim ? (int)lrintf(q[d] * inv) : 0;
-        to[(d & ~3) + (d % 4 == 1 ? 2 : d % 4 == 2 ? 1 : d % 4)] = (int16_t)x;
-        sum += x;
+    for (int d = 0; d < hd; d += 8)
+        max = _mm256_max_ps(max, _mm256_and_ps(load_to(q, d, head_dim), magnitude));
+    float most = max_v8(max);
+    __m256 inv = _mm256_set1_ps(most > 0 ? (float)largest / most : 0);
+    for (int d = 0; d < hd; d += 8) {
+        __m256i x = _mm256_cvtps_epi32(_mm256_mul_ps(load_to(q, d, head_dim), inv));
+        __m128i w = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+        _mm_store_si128((__m128i *)((int16_t *)out + d), _mm_shuffle_epi8(w, order));
+        sum = _mm256_add_epi32(sum, x);
     }
-    *q_tail(out, hd) = (struct q_tail){ max / (float)largest * scale, 128 * sum };
+    _mm256_store_si256((__m256i *)part, sum);
+    int32_t total = part[0] + part[1] + part[2] + part[3] + part[4] + part[5] + part[6] + part[7];
+    *q_tail(out, hd) = (struct q_tail){ most / (float)largest * scale, 128 * total };
 }
 
 INLINE void qk_int8_tile(const unsigned char *k, const unsigned char *next, int hd, const char *q, const int n_row,
@@ -200,6 +208,7 @@ INLINE void qk_int8_tile(const unsigned char *k, const unsigned char *next, int 
                 __m256i a = _mm256_madd_epi16(even, _mm256_set1_epi32(w[0]));
                 __m256i b = _mm256_madd_epi16(odd, _mm256_set1_epi32(w[1]));
                 acc[r][c] = _mm256_add_epi32(acc[r][c], _mm256_add_epi32(a, b));
+                IN_REGISTER(acc[r][c]);
             }
         }
     }
@@ -261,6 +270,7 @@ INLINE void pv_int8_tile(const struct kern_attn_block *b, const char *p, const i
                 for (int r = 0; r < n_row; r++) {
                     const float *w = (const float *)(p + r * KERN_ATTN_P_BYTES) + j;
                     acc[r][c] = _mm256_fmadd_ps(_mm256_broadcast_ss(w), x, acc[r][c]);
+                        IN_REGISTER(acc[r][c]);
                 }
             }
         }

@@ -11,23 +11,45 @@
 #define SLOTS  KERN_PAGE_SLOTS
 #define INLINE static inline __attribute__((always_inline))
 
-/* 2^x: x = n + r, r in [-1/2, 1/2], a polynomial of degree 5 for 2^r with 2^0 = 1 exactly (least largest relative error,
- * 9.2e-8), then n into the exponent; below -126 it is 0. x <= 126. */
-INLINE __m256 exp2_v8(__m256 x)
+/* The start of 2^x: x = n + r with r in [-1/2, 1/2]; n as bits to add to the exponent. Below -126 it is -126: nothing beside
+ * the 1 that a row's largest p is. */
+INLINE __m256 exp2_split(__m256 x, __m256i *n)
 {
     const __m256 magic = _mm256_set1_ps(0x1.8p23f); /* adding it rounds to an integer in the low bits */
-    __m256 in = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_GE_OQ);
+    x = _mm256_max_ps(x, _mm256_set1_ps(-126.0f));
     __m256 t = _mm256_add_ps(x, magic);
-    __m256 r = _mm256_sub_ps(x, _mm256_sub_ps(t, magic));
-    __m256 p = _mm256_set1_ps(1.3264727087e-03f);
+    *n = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
+    return _mm256_sub_ps(x, _mm256_sub_ps(t, magic));
+}
+
+/* 2^x for x <= 126: a polynomial of degree 5 for 2^r with 2^0 = 1 exactly (least largest relative error, 9.2e-8). */
+INLINE __m256 exp2_v8(__m256 x)
+{
+    __m256i n;
+    __m256 r = exp2_split(x, &n), p = _mm256_set1_ps(1.3264727087e-03f);
     p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(9.6715126491e-03f));
     p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(5.5507337436e-02f));
     p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(2.4022242085e-01f));
     p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(6.9314697760e-01f));
     p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
-    __m256i n = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
-    return _mm256_and_ps(in, _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), n)));
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), n));
 }
+
+/* The same with degree 4: 2.9e-6, for what is rounded to 16 bits afterwards. */
+INLINE __m256 exp2_v8_short(__m256 x)
+{
+    __m256i n;
+    __m256 r = exp2_split(x, &n), p = _mm256_set1_ps(9.5828529933e-03f);
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(5.5906424743e-02f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(2.4024098613e-01f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(6.9312419339e-01f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), n));
+}
+
+/* Keeps the compiler from hoisting the loads and products of the rows to come above this one's sums: with 12 accumulators
+ * there are no registers for them, and what it spills costs more than the products. */
+#define IN_REGISTER(x) __asm__("" : "+x"(x))
 
 INLINE float exp2_f32(float x)
 {
@@ -39,6 +61,13 @@ INLINE __m256 seen_mask(int seen, int at)
 {
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(seen - at), lane));
+}
+
+/* q[d .. d + 8), zero from n on. */
+INLINE __m256 load_to(const float *q, int d, int n)
+{
+    return d + 8 <= n ? _mm256_loadu_ps(q + d)
+                      : _mm256_maskload_ps(q + d, _mm256_castps_si256(seen_mask(n, d)));
 }
 
 INLINE float sum_v8(__m256 x)
@@ -79,5 +108,7 @@ INLINE void rescale_row(const float *s, int n, float *m, float *alpha)
 
 /* attn_decode.c: overrides decode's 16-bit and int8 forms; the f32 form's softmax stays. */
 void kern_attn_avx2_decode(struct kern_attn_fns *f);
+/* attn_int16.c: prefill's 16-bit and int8 forms. */
+void kern_attn_avx2_int16(struct kern_attn_fns *f);
 
 #endif

@@ -22,7 +22,9 @@
 #include "kernels/cpu/cpu_attn.h"
 
 #define SLOTS       KERN_PAGE_SLOTS
-#define BLOCK_ROWS  96                  /* packed rows of a pass-1 task, about: their o, q and p stay in L2 */
+#define BLOCK_ROWS  96                  /* packed rows of a pass-1 task: at least, */
+#define BLOCK_MAX   384                 /* at most (their o and q stay in L2), */
+#define BLOCK_TASKS 4                   /* and about so that each thread gets this many tasks */
 #define DECODE_WORK ((size_t)16 << 20)  /* bytes of split records, unless one lane needs more */
 #define LOG2_E      1.44269504088896340736f
 
@@ -62,10 +64,16 @@ void *cpu_attn_alloc(struct cpu_attn_work *aw, size_t n, size_t size)
     return aligned_alloc(64, bytes);
 }
 
+/* Queries whose packed rows are about `rows`. */
+static int block_queries(const struct cpu *c, int rows)
+{
+    return c->g < rows ? rows / c->g : 1;
+}
+
 static int scratch_init(struct cpu *c, struct cpu_attn_work *aw)
 {
     int n = c->cfg.n_threads;
-    size_t rows = (size_t)aw->block_q * c->g;
+    size_t rows = (size_t)block_queries(c, BLOCK_MAX) * c->g;
     size_t panel = KERN_ATTN_PAGES * KERN_ATTN_PANEL_BYTES(aw->hd);
     size_t q = c->g * KERN_ATTN_Q_BYTES(aw->hd), p = KERN_ATTN_TILE * KERN_ATTN_P_BYTES;
     size_t s = sizeof(float) * KERN_ATTN_TILE * KERN_ATTN_BLOCK;
@@ -99,7 +107,6 @@ int cpu_attn_init(struct cpu *c, struct skv_error *err)
         return skv_fail(err, SKV_NO_MEMORY, "no memory for attention");
     aw->hd = (c->d.head_dim + 15) & ~15;
     aw->max_slots = c->cfg.max_pages * SLOTS;
-    aw->block_q = c->g < BLOCK_ROWS ? BLOCK_ROWS / c->g : 1;
     /* A record: logits [g][256], o [g][hd], m [g], l [g]. */
     aw->rec_floats = align64((c->g * (KERN_ATTN_BLOCK + aw->hd + 2)) * sizeof(float)) / sizeof(float);
     size_t lane = (size_t)c->d.n_kv * ((aw->max_slots + KERN_ATTN_BLOCK - 1) / KERN_ATTN_BLOCK);
@@ -357,6 +364,10 @@ void cpu_attn_prefill(void *be, int layer, const struct ops_pass *pass)
     int *first = c->aw->first, n_kv = c->d.n_kv;
     struct attn_job job = { c, pass, NULL, pass->seg, pass->n_seg * n_kv, layer };
 
+    /* Long blocks of queries, so that panels are made for many rows. No result depends on where they are cut. */
+    int rows = (int)((int64_t)pass->n_row * c->d.n_head / (BLOCK_TASKS * c->cfg.n_threads));
+    rows = rows < BLOCK_ROWS ? BLOCK_ROWS : min_int(rows, BLOCK_MAX);
+    c->aw->block_q = block_queries(c, rows);
     first[0] = 0;
     for (int u = 0; u < job.n_unit; u++)
         first[u + 1] = first[u] + ceil_div(pass->seg[u / n_kv].n_row, c->aw->block_q);

@@ -10,7 +10,7 @@ struct attn_scratch; /* cpu_attn.c: one worker's */
 
 struct cpu_attn_work {
     int hd, max_slots;
-    int block_q;                  /* queries of a pass-1 task */
+    int block_q;                  /* queries of a task of this pass */
     size_t bytes;                 /* of all that is below */
     struct attn_scratch *scratch; /* [workers] */
     void *scratch_mem;
