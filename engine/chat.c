@@ -369,6 +369,8 @@ static int choose(const char *name, const struct gguf_str *text, bool has_text, 
     char what[128];
     int detected = has_text ? chat_detect(text->s, text->len) : -1;
     int family = name ? family_by_name(name) : detected;
+    if (detected == CHAT_NO_MEMORY)
+        return skv_fail(err, SKV_NO_MEMORY, "no memory for the chat template");
     if (family < 0 && name) {
         snprintf(what, sizeof(what), "chat template '%.40s' is not known", name);
         return no_family(err, SKV_BAD_CONFIG, what);

@@ -209,7 +209,7 @@ int chat_detect(const char *s, size_t len)
     struct strings it;
     int m = 0;
     if (!strings_init(&it, s, len))
-        return -1;
+        return CHAT_NO_MEMORY;
     while (next_string(&it))
         m |= marks_of(&it);
     free(it.s);

@@ -29,7 +29,8 @@ struct chat_template {
     bool skip_empty_system; /* phi3 */
 };
 
-/* The family of a template text, -1: not known. */
+/* The family of a template text, -1: not known, or CHAT_NO_MEMORY. */
+#define CHAT_NO_MEMORY (-2)
 int chat_detect(const char *s, size_t len);
 /* Fill in the details that the template text has. -1: out of memory. */
 int chat_details(struct chat_template *t, const char *s, size_t len);
