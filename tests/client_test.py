@@ -2,6 +2,7 @@
 """skvctl's commands against tests/fake_skvd.py: what they print, what they send, how they exit."""
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -291,6 +292,177 @@ class Slow(WithFake):
         self.d.ctl("cancel", str(seqs[0]["id"]))
         self.assertEqual(p.wait(20), 1)
         self.assertIn("forbidden", self.d.ctl("kv", status=1).stderr)
+
+
+class Inspect(WithFake):
+    def setUp(self):
+        if not self.d.json("ps"):
+            self.d.ctl("run", "--session", "s", "word " * 40)
+        self.seq = str(self.d.json("ps")[0]["id"])
+
+    def test_the_map(self):
+        lines = self.d.ctl("inspect", self.seq, "-w", "50").stdout.splitlines()
+        self.assertEqual(len(lines), 33)
+        full, sparse = lines[0], lines[29]
+        self.assertIn("\u2588" * 50 + " 100 %", full)
+        self.assertNotIn("100 %", sparse)
+        kept = self.d.json("inspect", self.seq)
+        share = sum(len(h["positions"]) for h in kept["layers"][29]["heads"]) / (3 * kept["n"])
+        self.assertIn(f" {100 * share:.0f} %", sparse)
+        self.assertIn(f"{kept['n']} positions, 30 layers, 3 KV heads", lines[31])
+
+    def test_the_picture(self):
+        import xml.etree.ElementTree as tree
+        root = tree.fromstring(self.d.ctl("inspect", self.seq, "--svg", "-").stdout)
+        rects = [e for e in root.iter() if e.tag.endswith("rect")]
+        texts = [e.text for e in root.iter() if e.tag.endswith("text")]
+        self.assertEqual(len(rects), 31)  # the paper and one a layer
+        self.assertIn("29 sparse", texts)
+        # A full layer's heads are one rectangle each; a sparse one's are the runs of positions held.
+        y = {e.get("y"): [] for e in rects[1:]}
+        self.assertEqual(len(y), 30)
+        kept = self.d.json("inspect", self.seq)
+        runs = sum(1 + sum(b != a + 1 for a, b in zip(h["positions"], h["positions"][1:]))
+                   for layer in kept["layers"] for h in layer["heads"])
+        paths = [e for e in root.iter() if e.tag.endswith("path") and e.get("fill")]
+        self.assertEqual(len(paths), runs)
+
+    def test_top_into_a_pipe_is_one_look(self):
+        out = self.d.ctl("top").stdout
+        self.assertIn("full 0-2 sparse 3-29", out)
+        self.assertNotIn("\033", out)
+        self.assertIn("kv", self.d.json("top"))
+
+    def test_a_stranger(self):
+        self.assertIn("not_found", self.d.ctl("inspect", "99999", status=1).stderr)
+        self.d.ctl("inspect", self.seq, "--head", "7", status=1)
+
+
+class Chat(WithFake):
+    def chat(self, text, *args, status=0):
+        return self.d.ctl("chat", *args, input=text, status=status)
+
+    def test_only_what_is_new_is_sent(self):
+        self.assertEqual(self.chat("ECHO one\nECHO two\n").stdout, "ECHO one\nECHO two\n")
+
+    def test_without_a_session_all_is_sent(self):
+        self.assertEqual(self.chat("ECHO one\nECHO two\n", "--no-session").stdout,
+                         "ECHO one\nECHO one / ECHO one / ECHO two\n")
+
+    def test_a_lost_session_is_made_up_for(self):
+        p = subprocess.Popen([SKVCTL, "-s", self.d.socket, "chat", "--session", "lost"], stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        p.stdin.write("ECHO one\n")
+        p.stdin.flush()
+        self.assertEqual(p.stdout.readline(), "ECHO one\n")
+        self.d.ctl("kill", str(next(s["id"] for s in self.d.json("ps") if s["session"] == "lost")))
+        out, err = p.communicate("ECHO two\n", timeout=30)
+        self.assertEqual(out, "ECHO one / ECHO one / ECHO two\n")
+        self.assertIn("sending the conversation again", err)
+
+    def test_commands(self):
+        out = self.chat("/system brief\nECHO a\n/new\nECHO b\n/nosuch\n/quit\nECHO c\n").stdout
+        self.assertIn("brief / ECHO a\nbrief / ECHO b\n", out)
+        self.assertIn("/stats", out)
+        self.assertNotIn("ECHO c", out)
+
+    def test_lines_that_go_on(self):
+        self.assertEqual(self.chat("ECHO a\\\nb\n").stdout, "ECHO a\nb\n")
+
+    def test_errors_end_a_chat_without_a_terminal(self):
+        self.assertIn("queue is full", self.chat("x\ny\n", "--session", "busy", status=1).stderr)
+
+
+@unittest.skipUnless(shutil.which("tmux"), "tmux is not installed")
+class Terminal(unittest.TestCase):
+    """What a person sees, in a terminal of 100 x 30."""
+
+    def setUp(self):
+        self.d = Fake("--delay-ms", "15")
+        self.home = tempfile.TemporaryDirectory()
+        self.tmux_socket = os.path.join(self.home.name, "tmux")
+
+    def tearDown(self):
+        self.tmux("kill-server", check=False)
+        self.d.close()
+        self.home.cleanup()
+
+    def tmux(self, *args, check=True):
+        r = subprocess.run(["tmux", "-S", self.tmux_socket, "-f", "/dev/null", *args], capture_output=True, text=True,
+                           timeout=20)
+        if check:
+            self.assertEqual(r.returncode, 0, r.stderr)
+        return r.stdout
+
+    def start(self, *args):
+        env = {**os.environ, "HOME": self.home.name, "XDG_STATE_HOME": self.home.name, "LC_ALL": "C.UTF-8"}
+        r = subprocess.run(["tmux", "-S", self.tmux_socket, "-f", "/dev/null", "-u", "new-session", "-d", "-x", "100", "-y",
+                            "30", " ".join([SKVCTL, "-s", self.d.socket, *args]) + "; echo ended with $?; sleep 30"],
+                           env=env, capture_output=True, text=True, timeout=20)
+        self.assertEqual(r.returncode, 0, r.stderr)
+
+    def keys(self, *keys):
+        self.tmux("send-keys", *keys)
+
+    def wait_for(self, text, seconds=15):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            screen = self.tmux("capture-pane", "-p")
+            if text(screen) if callable(text) else text in screen:
+                return screen
+            time.sleep(0.1)
+        self.fail(f"'{text}' did not appear in:\n{screen}")
+
+    def test_chat(self):
+        self.start("chat")
+        self.wait_for("ends.\n>")
+        self.keys("hello", "Enter")
+        self.wait_for("one two")
+        self.keys("C-c")  # stops the answer, not the program
+        screen = self.wait_for("(stopped)")
+        self.assertNotIn("nine ten.", screen)
+        self.keys("half a line", "C-c")  # at the prompt: another line
+        self.keys("ECHO again", "Enter")
+        self.wait_for(" / ECHO again")
+        self.keys("Up")  # history
+        self.wait_for(lambda screen: screen.count("> ECHO again") == 2)
+        self.keys("C-c")
+        self.wait_for(lambda screen: screen.rstrip().endswith("\n>"))
+        self.keys("C-d")
+        self.wait_for("ended with 0")
+        with open(os.path.join(self.home.name, "skvd", "chat_history")) as f:
+            self.assertIn("again", f.read())
+
+    def test_top(self):
+        p = subprocess.Popen([SKVCTL, "-s", self.d.socket, "run", "--ignore-eos", "-n", "1000", "x"], stdin=subprocess.DEVNULL,
+                             stdout=subprocess.DEVNULL)
+        self.start("top", "-d", "0.2")
+        screen = self.wait_for("decode")
+        self.assertIn("1 running", screen)
+        self.assertIn("full 0-2 sparse 3-29", screen)
+        self.keys("s")
+        self.wait_for("(now KV)")
+        p.terminate()
+        p.wait(10)
+        self.wait_for("no sequences")
+        self.tmux("resize-window", "-x", "60", "-y", "12")
+        self.wait_for("no sequences")
+        self.keys("q")
+        self.wait_for("ended with 0")
+
+    def test_inspect_in_colours(self):
+        self.d.ctl("run", "--session", "s", "word " * 20)
+        self.start("inspect", "1")
+        screen = self.wait_for("held by all heads")
+        self.assertIn("\u2580" * 80, screen)
+        self.assertIn("100 % 100 %", screen)
+        self.assertIn("\033[38;5;", self.tmux("capture-pane", "-p", "-e"))
+
+    def test_a_progress_bar(self):
+        self.start("bench", "-c", "2", "-r", "8", "-n", "60", "-i", "30")
+        self.wait_for("of 8 done")
+        self.wait_for("between tokens P50")
+        self.assertNotIn("of 8 done", self.wait_for("ended with 0"))
 
 
 class Sessions(WithFake):

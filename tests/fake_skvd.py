@@ -9,12 +9,12 @@ every answer under policy "full" and forgets with the share that a policy evicts
 """
 import argparse
 import asyncio
-import hashlib
 import math
 import os
 import signal
 import sys
 import time
+import zlib
 
 import msgpack
 
@@ -56,7 +56,7 @@ def render(messages, generation=True):
 
 def draw(*key):
     """The same number in [0, 1) for the same key."""
-    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:6], "big") / 2**48
+    return (zlib.crc32(repr(key).encode()) * 0x9E3779B1 & 0xFFFFFFFF) / 2**32
 
 
 class Server:
@@ -68,6 +68,7 @@ class Server:
         self.finished = self.cancelled = self.failed = 0
         self.tokens_in = self.tokens_out = 0
         self.draining = False
+        self.gone = set()
         self.settings = {"log-level": "info", "step-ms": 50}
         self.ended = asyncio.Event()
         self.listeners = set()
@@ -110,6 +111,8 @@ class Server:
         kv, policy, _ = self.kv_of(a, len(prompt))
         if self.draining:
             raise Failure("draining", "the daemon is finishing its work and takes no more")
+        if a.get("session") == "gone" or a.get("session") in self.gone:
+            raise Failure("not_found", f"session \"{a['session']}\" is gone; send the whole conversation again")
         if a.get("session") == "busy":
             raise Failure("overloaded", "the queue is full", retry_after_ms=250)
         seq = self.next_sequence
@@ -123,7 +126,8 @@ class Server:
         finish = "eos"
         try:
             await asyncio.sleep(self.opts.delay_ms / 1000)
-            source = tokenize(a["messages"][-1]["content"]) if "ECHO" in str(a.get("messages")) else tokenize(ANSWER)
+            words = [m["content"] for m in a.get("messages", [])]
+            source = tokenize(" / ".join(words)) if words and "ECHO" in words[-1] else tokenize(ANSWER)
             if a.get("ignore_eos"):
                 source = source * (1 + a.get("max_tokens", 512) // len(source))
             pending = b""
@@ -162,7 +166,7 @@ class Server:
             if a.get("session"):
                 info["state"] = "idle"
             else:
-                del self.sequences[seq]
+                self.sequences.pop(seq, None)
         now = time.monotonic()
         self.finished += 1
         for c in self.listeners:
@@ -229,8 +233,9 @@ class Server:
     async def m_status(self, conn, msgid, a):
         running = sum(s["state"] == "decode" for s in self.sequences.values())
         return {"uptime_ms": 1000 * (time.monotonic() - self.started), "running": running, "waiting": 0,
-                "finished": self.finished, "failed": self.failed, "cancelled": self.cancelled, "draining": self.draining,
-                "tokens_in": self.tokens_in, "tokens_out": self.tokens_out, "in_per_s": 10.0, "out_per_s": 20.0,
+                "finished": self.finished, "failed": self.failed, "cancelled": self.cancelled, "state": "draining" if self.draining else "serving",
+                "tokens_in": self.tokens_in, "tokens_out": self.tokens_out, "tokens_in_per_s": 10.0, "tokens_out_per_s": 20.0,
+                "step_ms_last": 41.5, "step_ms_mean": 40.0, "step_age_ms": 0, "idle_sessions": len(self.sequences) - running,
                 "pages_total": 1000, "pages_used": 100 * running, "pages_free": 1000 - 100 * running, "sequences": self.list()}
 
     async def m_sequences(self, conn, msgid, a):
@@ -278,7 +283,10 @@ class Server:
     async def m_kill(self, conn, msgid, a):
         if a["sequence"] not in self.sequences:
             raise Failure("not_found", f"there is no sequence {a['sequence']}")
-        self.sequences[a["sequence"]]["killed"] = True
+        if self.sequences[a["sequence"]]["state"] == "idle":
+            self.gone.add(self.sequences.pop(a["sequence"])["session"])
+        else:
+            self.sequences[a["sequence"]]["killed"] = True
         return {"killed": True}
 
     async def m_subscribe(self, conn, msgid, a):

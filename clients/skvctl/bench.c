@@ -210,8 +210,7 @@ static void on_status(struct skv *c, int64_t id, struct skv_reply *take_reply, v
 {
     struct bench *b = arg;
     const struct skv_value *v = skv_reply_value(take_reply), *running = skv_get(v, "running");
-    const struct skv_value *pages = skv_get(v, "pages");
-    double used = skv_num(skv_get(v, "pages_used"), skv_num(skv_get(pages, "used"), 0));
+    double used = skv_num(skv_get(v, "pages_used"), 0);
 
     (void)c;
     (void)id;
@@ -222,7 +221,7 @@ static void on_status(struct skv *c, int64_t id, struct skv_reply *take_reply, v
         b->run->running_sum += n;
         b->run->running_n++;
         b->run->used_max = used > b->run->used_max ? used : b->run->used_max;
-        b->run->pages_total = skv_num(skv_get(v, "pages_total"), skv_num(skv_get(pages, "total"), 0));
+        b->run->pages_total = skv_num(skv_get(v, "pages_total"), 0);
     }
     skv_reply_free(take_reply);
 }

@@ -70,7 +70,7 @@ extern const struct ctl_opt gen_options[];
 /* Parse the command's options; positional arguments are moved to argv[0..]. Their number, or -1 after a message. */
 int opt_parse(struct ctl *ctl, int argc, char **argv);
 void opt_help(const struct ctl_command *cmd, FILE *f);
-/* Put the WIRE_ options that were given into a request; `except` (may be NULL) names one to leave out. -1: a message was
+/* Put the WIRE_ options that were given into a request; `except` (may be NULL): a,b,... to leave out. -1: a message was
  * printed. */
 int opt_wire(struct ctl *ctl, struct skv_args *a, const char *except);
 const char *opt_wire_given(const char *name); /* the last value of a WIRE_ option; NULL: not given */
@@ -78,6 +78,8 @@ const char *opt_wire_given(const char *name); /* the last value of a WIRE_ optio
 int opt_kv_args(struct ctl *ctl, struct skv_args *a, const char *spec);
 /* A message "skvctl COMMAND: ..." on stderr, and CTL_USAGE. */
 int ctl_usage(struct ctl *ctl, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+/* Is name one of a,b,...? NULL: no list, so it is. */
+bool opt_listed(const char *list, const char *name);
 /* A whole number within [min, max]; false: it is none. */
 bool opt_number(const char *s, long min, long max, long *out);
 
@@ -105,7 +107,7 @@ void *ctl_grow(void *p, size_t n, size_t size);
 char *ctl_read_file(const char *path, size_t limit, size_t *len);
 
 /* Run one generate, printing its text as it comes (to NULL: nothing). Ctrl-C cancels it. *reply is always set on 0 and may
- * be on failure. Returns the exit status after printing errors (a cancel by Ctrl-C is none: status CTL_FAILED). */
+ * be on failure. Returns the exit status after printing errors (but not a cancel by Ctrl-C, nor the error `quiet`). */
 struct gen_result {
     struct skv_reply *reply;
     struct skv_error err; /* code SKV_OK: well */
@@ -113,7 +115,7 @@ struct gen_result {
     size_t text_len;
     bool interrupted;
 };
-int gen_run(struct ctl *ctl, struct skv_args *take_args, FILE *to, struct gen_result *res);
+int gen_run(struct ctl *ctl, struct skv_args *take_args, FILE *to, struct gen_result *res, enum skv_code quiet);
 void gen_result_fini(struct gen_result *res);
 /* One line of timings and KV figures for people. */
 void gen_summary(FILE *f, const struct skv_value *result);

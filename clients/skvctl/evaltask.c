@@ -151,15 +151,6 @@ void eval_rec_fini(struct eval_rec *r)
 
 /* ---- choosing ---- */
 
-static bool listed(const char *list, const char *name)
-{
-    size_t n = strlen(name);
-    for (const char *p = list; p != NULL && *p != '\0'; p += strcspn(p, ","), p += *p == ',')
-        if (strcspn(p, ",") == n && strncmp(p, name, n) == 0)
-            return true;
-    return list == NULL;
-}
-
 /* Records of one context stay in one half. The contexts whose first record has the same task and size are dealt out
  * in turn. seen: whether the context was met before; its half then. */
 static char half_of(const struct eval_rec *recs, size_t i, char *halves)
@@ -191,7 +182,7 @@ void eval_filter(struct eval_rec *recs, size_t *n, const struct eval_filter *f)
             same += keep[k] && strcmp(recs[k].task, recs[i].task) == 0 && recs[k].size == recs[i].size;
         }
         halves[i] = (char)(first ? half & ~0x20 : half | 0x20);
-        keep[i] = (f->split == 0 || (half & ~0x20) == f->split) && listed(f->tasks, recs[i].task) &&
+        keep[i] = (f->split == 0 || (half & ~0x20) == f->split) && opt_listed(f->tasks, recs[i].task) &&
                   (f->limit == 0 || same < f->limit);
     }
     for (size_t i = 0; i < *n; i++) {

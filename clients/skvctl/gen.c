@@ -44,7 +44,7 @@ static void on_done(struct skv *c, int64_t id, struct skv_reply *take_reply, voi
     g->done = true;
 }
 
-int gen_run(struct ctl *ctl, struct skv_args *take_args, FILE *to, struct gen_result *res)
+int gen_run(struct ctl *ctl, struct skv_args *take_args, FILE *to, struct gen_result *res, enum skv_code quiet)
 {
     static const struct skv_handler h = { on_note, on_done };
     struct gen g = { .res = res, .to = to };
@@ -72,7 +72,7 @@ int gen_run(struct ctl *ctl, struct skv_args *take_args, FILE *to, struct gen_re
     if (skv_reply_error(res->reply) == NULL)
         return CTL_OK;
     res->err = *skv_reply_error(res->reply);
-    if (res->interrupted && res->err.code == SKV_CANCELLED)
+    if ((res->interrupted && res->err.code == SKV_CANCELLED) || (res->err.code == quiet && quiet != SKV_OK))
         return CTL_FAILED;
     if (to != NULL && res->text_len > 0)
         fputc('\n', to);

@@ -10,12 +10,15 @@
 
 const struct ctl_command ctl_commands[] = {
     { "run", "[PROMPT...]", "Ask once and print the answer. A pipe or --file follows the prompt.", run_opts, true, 0, -1, cmd_run },
+    { "chat", "", "A conversation, with history and line editing.", chat_opts, true, 0, 0, cmd_chat },
     { "score", "PROMPT CONTINUATION", "The log-probability of each token of CONTINUATION after PROMPT.", score_opts, false, 2, 2, cmd_score },
     { "tokenize", "[TEXT...]", "Text (or standard input) to token numbers.", tokenize_opts, false, 0, -1, cmd_tokenize },
     { "detokenize", "[TOKEN...]", "Token numbers (or standard input) to text.", NULL, false, 0, -1, cmd_detokenize },
     { "template", "MESSAGE...", "Messages (user, assistant, user, ...) as the model's chat template puts them.", template_opts, false, 1, -1, cmd_template },
     { "status", "", "What the daemon does, and this user's sequences.", NULL, false, 0, 0, cmd_status },
     { "ps", "", "All sequences (others' only for administrators).", NULL, false, 0, 0, cmd_ps },
+    { "top", "", "The same, live, with rates and the KV map. q ends.", top_opts, false, 0, 0, cmd_top },
+    { "inspect", "SEQ", "Which tokens each layer of a sequence holds, as a map or a picture.", inspect_opts, false, 1, 1, cmd_inspect },
     { "kv", "", "The KV cache, layer by layer: policy, budget, pages, bytes, evictions.", NULL, false, 0, 0, cmd_kv },
     { "bench", "", "A load test: latencies, throughput, and ratios between policies.", bench_opts, false, 0, 0, cmd_bench },
     { "eval", "FILE...", "Accuracy of task files (JSON lines) under KV policies, relative to the full cache.", eval_opts, false, 1, -1, cmd_eval },

@@ -220,6 +220,15 @@ void opt_help(const struct ctl_command *cmd, FILE *f)
     }
 }
 
+bool opt_listed(const char *list, const char *name)
+{
+    size_t n = strlen(name);
+    for (const char *p = list; p != NULL && *p != '\0'; p += strcspn(p, ","), p += *p == ',')
+        if (strcspn(p, ",") == n && strncmp(p, name, n) == 0)
+            return true;
+    return list == NULL;
+}
+
 /* ---- arguments of a request ---- */
 
 const char *opt_wire_given(const char *name)
@@ -337,7 +346,7 @@ static int wire_one(struct ctl *ctl, struct skv_args *a, int i)
 int opt_wire(struct ctl *ctl, struct skv_args *a, const char *except)
 {
     for (int i = 0; i < n_wire; i++)
-        if ((except == NULL || strcmp(wire[i].opt->name, except) != 0) && wire_one(ctl, a, i) < 0)
+        if ((except == NULL || !opt_listed(except, wire[i].opt->name)) && wire_one(ctl, a, i) < 0)
             return -1;
     return 0;
 }

@@ -93,7 +93,7 @@ int cmd_run(struct ctl *ctl, int argc, char **argv)
         return CTL_USAGE;
     }
     ctl_catch_sigint();
-    status = gen_run(ctl, a, ctl->json ? NULL : stdout, &res);
+    status = gen_run(ctl, a, ctl->json ? NULL : stdout, &res, SKV_OK);
     if (ctl->json && res.reply != NULL && skv_reply_value(res.reply) != NULL)
         json_print(skv_reply_value(res.reply));
     if (!ctl->json && (status == CTL_OK || res.interrupted)) {

@@ -40,24 +40,20 @@ static void print_sequences(const struct skv_value *list)
     table_print(t, stdout);
 }
 
-/* Fields have one name each on the wire, but a map {in, out} or {total, used, free} is read as well. */
-static double either(const struct skv_value *v, const char *flat, const char *map, const char *key)
-{
-    const struct skv_value *f = skv_get(v, flat);
-    return f != NULL ? skv_num(f, 0) : num(skv_get(v, map), key);
-}
-
 static void print_status(const struct skv_value *v)
 {
-    double total = either(v, "pages_total", "pages", "total"), used = either(v, "pages_used", "pages", "used");
+    double total = num(v, "pages_total"), used = num(v, "pages_used");
     const struct skv_value *seqs = skv_get(v, "sequences");
 
-    printf("up         %s%s\n", fmt_age(num(v, "uptime_ms")), skv_bool(skv_get(v, "draining"), false) ? ", draining" : "");
+    printf("up         %s, %s", fmt_age(num(v, "uptime_ms")), fmt_str(skv_get(v, "state"), 20));
+    if (num(v, "step_age_ms") > 2000)
+        printf("; the step now running began %s ago", fmt_ms(num(v, "step_age_ms")));
+    fputc('\n', stdout);
     printf("requests   %.0f running, %.0f waiting; %s finished, %s failed, %s cancelled\n", num(v, "running"),
            num(v, "waiting"), fmt_count(num(v, "finished")), fmt_count(num(v, "failed")), fmt_count(num(v, "cancelled")));
     printf("tokens     %s in, %s out; over the last 10 s %s in, %s out\n", fmt_count(num(v, "tokens_in")),
-           fmt_count(num(v, "tokens_out")), fmt_rate(either(v, "in_per_s", "throughput", "in_per_s")),
-           fmt_rate(either(v, "out_per_s", "throughput", "out_per_s")));
+           fmt_count(num(v, "tokens_out")), fmt_rate(num(v, "tokens_in_per_s")),
+           fmt_rate(num(v, "tokens_out_per_s")));
     printf("KV pages   %s %.0f of %.0f used (%s)\n", fmt_bar(total > 0 ? used / total : 0, 20), used, total,
            fmt_percent(total > 0 ? used / total : 0));
     if (skv_len(seqs) > 0) {
@@ -157,7 +153,7 @@ static void print_kv_layers(const struct skv_value *layers)
 
 static void print_kv(const struct skv_value *v)
 {
-    double total = either(v, "pages_total", "pages", "total"), used = either(v, "pages_used", "pages", "used");
+    double total = num(v, "pages_total"), used = num(v, "pages_used");
     double page = num(v, "page_bytes");
 
     print_kv_layers(skv_get(v, "layers"));
