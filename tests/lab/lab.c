@@ -59,7 +59,7 @@ static size_t at(int lane, int layer, int head)
 static void open_model(const char *path, int max_tokens, const char *dtype)
 {
     struct skv_error err;
-    struct ops_config c = { .n_threads = 2, .kv_dtype = strcmp(dtype, "int8") == 0 ? KERN_KV_INT8 : KERN_KV_BF16, .max_lanes = 2,
+    struct ops_config c = { .n_threads = 1, .kv_dtype = strcmp(dtype, "int8") == 0 ? KERN_KV_INT8 : KERN_KV_BF16, .max_lanes = 2,
                             .max_rows = ROWS };
 
     if (model_open(&m, path, NULL, 0, &err) < 0)
