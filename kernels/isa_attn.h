@@ -14,8 +14,9 @@
  * of its own, added up in slot order whatever the tile; a slot that a row does not see gives it exact zeros. scalar/ is the
  * definition. Against it, for logits s of size |s| <= 32:
  *   f32   every ISA: o within 2e-6 * max|v|, l within 1e-5 relative
- *   bf16  scalar and avx2 use f32 for q and p; avx512 rounds both to bf16: o within 2^-7 * max|v|
- *   int8  as bf16; avx2's decode has 16-bit integers for q: o within 2^-15 * max|v|
+ *   bf16  scalar, and avx2's decode, use f32 for q and p: as f32. avx2's prefill has 16-bit integers for all four:
+ *         o within 2^-11 * max|v|; avx512 rounds q and p to bf16: 2^-7 * max|v|
+ *   int8  as bf16; decode in avx2 and avx512 has 15-bit integers for q: 2^-15 * max|v|
  */
 #ifndef SKVD_KERNELS_ISA_ATTN_H
 #define SKVD_KERNELS_ISA_ATTN_H

@@ -19,15 +19,11 @@ struct bound {
 static struct bound bound_of(const struct kern_isa *isa, enum kern_kv_dtype dtype, bool decode)
 {
     bool wide = strcmp(isa->name, "avx512") != 0 || dtype == KERN_KV_F32;
-    if (wide && decode && dtype == KERN_KV_INT8 && strcmp(isa->name, "avx2") == 0)
+    if (decode && dtype == KERN_KV_INT8 && strcmp(isa->name, "scalar") != 0)
         return (struct bound){ 0x1p-15f, 2e-4f, 1e-6f };
-    if (wide && !decode && dtype != KERN_KV_F32 && strcmp(isa->name, "avx2") == 0)
+    if (!decode && dtype != KERN_KV_F32 && strcmp(isa->name, "avx2") == 0)
         return (struct bound){ 0x1p-11f, 4e-3f, 1e-6f };
-    if (wide)
-        return (struct bound){ 2e-6f, 2e-5f, 1e-7f };
-    if (decode && dtype == KERN_KV_INT8)
-        return (struct bound){ 0x1p-12f, 2e-3f, 1e-6f };
-    return (struct bound){ 0x1p-7f, 3e-2f, 1e-5f };
+    return wide ? (struct bound){ 2e-6f, 2e-5f, 1e-7f } : (struct bound){ 0x1p-7f, 3e-2f, 1e-5f };
 }
 
 /* ---- the exact answer ---------------------------------------------------------------------------------- */
