@@ -13,6 +13,7 @@
 
 #include "daemon/admin.h"
 #include "daemon/config.h"
+#include "daemon/fault.h"
 #include "daemon/listener.h"
 #include "daemon/log.h"
 #include "daemon/metrics.h"
@@ -201,6 +202,7 @@ static int serve(struct server *s, struct skv_error *err)
              s->model.name != NULL ? s->model.name : "", s->model.context, s->model.backend, s->model.detail);
     notify_send("READY=1\nSTATUS=serving\nMAINPID=%d", (int)getpid());
     background_ready();
+    fault_arm("SKVD_FAIL_ALLOC_READY");
     rc = server_run(s);
     metrics_stop(s);
     return rc;
@@ -246,6 +248,7 @@ int main(int argc, char **argv)
     struct skv_error err = { 0 };
     int rc;
 
+    fault_arm("SKVD_FAIL_ALLOC");
     if (configure(argc, argv, &args, &s.cfg, &err) != 0) {
         fprintf(stderr, "skvd: %s\n", err.msg);
         config_args_fini(&args);

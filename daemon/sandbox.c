@@ -15,6 +15,7 @@
 #include <seccomp.h>
 #endif
 
+#include "daemon/fault.h"
 #include "daemon/log.h"
 
 /* ---- Landlock -------------------------------------------------------------------------------------- */
@@ -194,9 +195,11 @@ static int gpu_rules(scmp_filter_ctx f)
 static void filter_calls(const char *backend)
 {
     bool gpu = uses_gpu(backend);
-    scmp_filter_ctx f = seccomp_init(gpu ? SCMP_ACT_ALLOW : SCMP_ACT_ERRNO(EPERM));
+    scmp_filter_ctx f;
     int rc;
 
+    fault_hold(true); /* libseccomp 2.5.4 loads a broken filter when it runs out of memory while it makes one */
+    f = seccomp_init(gpu ? SCMP_ACT_ALLOW : SCMP_ACT_ERRNO(EPERM));
     if (f == NULL) {
         log_line(LOG_WARNING, "sandbox seccomp error=\"no memory\"");
         return;
@@ -207,6 +210,7 @@ static void filter_calls(const char *backend)
     if (rc == 0)
         rc = seccomp_load(f);
     seccomp_release(f);
+    fault_hold(false);
     if (rc != 0)
         log_line(LOG_WARNING, "sandbox seccomp error=\"%s\"", strerror(-rc));
     else

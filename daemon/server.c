@@ -77,6 +77,8 @@ void server_shutdown(struct server *s, int64_t grace_ms, const char *why)
     s->drain_until_ms = now_ms() + grace_ms;
     listener_stop(s->listener);
     notify_send("STOPPING=1\nSTATUS=finishing %d requests", s->n_requests);
+    if (s->n_requests == 0)
+        event_base_loopbreak(s->base);
 }
 
 static void on_term(evutil_socket_t sig, short what, void *arg)
