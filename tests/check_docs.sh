@@ -66,6 +66,12 @@ if [ -f "$header" ]; then
     verdict 'libskv has no functions' "$([ -n "$functions" ] || echo none)"
     verdict 'functions of libskv that libskv.3 does not name' "$(printf '%s\n' "$functions" | missing_in libskv.3 '^\.F[no] ')"
 fi
+if command -v cc >/dev/null; then
+    sed -n '/^\.Sh EXAMPLES/,/^\.Ed/p' "$src/man/libskv.3" | sed '/^\./d; s/\\e/\\/g' >"${TMPDIR:-/tmp}/libskv-example.$$.c"
+    verdict "libskv.3's example does not compile" \
+        "$(cc -std=c11 -Wall -Wextra -Werror -fsyntax-only -I"$src" -I"$src/clients/libskv" "${TMPDIR:-/tmp}/libskv-example.$$.c" 2>&1)"
+    rm -f "${TMPDIR:-/tmp}/libskv-example.$$.c"
+fi
 if [ -n "${MANDOC:-}" ]; then
     for p in "$src"/man/*.[1-8]; do
         verdict "mandoc -T lint $p" "$("$MANDOC" -T lint "$p" 2>/dev/null | grep -v 'STYLE: referenced manual not found')"
