@@ -31,9 +31,10 @@ struct bench {
 };
 
 /* Time fn(arg) (best of several runs that last b->seconds together) and print a row: name, shape, time of a call, rate
- * of `work` (operations or bytes a call), share of the limit. all_threads: against all threads' limit. */
-void bench_run(struct bench *b, const char *name, const char *shape, double work, enum bench_limit limit,
-               bool all_threads, void (*fn)(void *arg), void *arg);
+ * of `work` (operations or bytes a call), share of the limit. all_threads: against all threads' limit. Returns the
+ * seconds of a call; 0 when the filter leaves the operation out. */
+double bench_run(struct bench *b, const char *name, const char *shape, double work, enum bench_limit limit,
+                 bool all_threads, void (*fn)(void *arg), void *arg);
 
 /* Whether any operation whose name starts with `prefix` would run (to spare its set-up). */
 bool bench_wants(const struct bench *b, const char *prefix);
@@ -45,5 +46,6 @@ double bench_now(void);
 
 /* groups */
 void bench_linear(struct bench *b);
+void bench_attn(struct bench *b);
 
 #endif

@@ -14,7 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
-static void (*const groups[])(struct bench *b) = { bench_linear };
+static void (*const groups[])(struct bench *b) = { bench_linear, bench_attn };
 
 static const char *const unit[BENCH_LIMITS] = { "GFLOP/s", "GOP/s", "GFLOP/s", "GB/s", "" };
 static const char *const limit_name[BENCH_LIMITS] = { "f32", "int8", "bf16", "mem", "" };
@@ -52,13 +52,13 @@ static double best_seconds(const struct bench *b, void (*fn)(void *arg), void *a
     return best;
 }
 
-void bench_run(struct bench *b, const char *name, const char *shape, double work, enum bench_limit limit,
-               bool all_threads, void (*fn)(void *arg), void *arg)
+double bench_run(struct bench *b, const char *name, const char *shape, double work, enum bench_limit limit,
+                 bool all_threads, void (*fn)(void *arg), void *arg)
 {
     char full[160];
     snprintf(full, sizeof full, "%s %s", name, shape);
     if (b->filter && !strstr(full, b->filter))
-        return;
+        return 0;
     double s = best_seconds(b, fn, arg), rate = work / s, top = b->limit[all_threads][limit];
     if (b->json) {
         printf("%s\n  {\"op\": \"%s\", \"shape\": \"%s\", \"isa\": \"%s\", \"threads\": %d, \"us\": %.3f",
@@ -74,6 +74,7 @@ void bench_run(struct bench *b, const char *name, const char *shape, double work
     }
     fflush(stdout);
     b->n_printed++;
+    return s;
 }
 
 static void usage(void)

@@ -358,9 +358,8 @@ static void score_task(void *arg, int item, int worker)
         score[i] += acc[i] * (1.0f / c->g);
 }
 
-void cpu_attn_prefill(void *be, int layer, const struct ops_pass *pass)
+void cpu_attn_rows(struct cpu *c, int layer, const struct ops_pass *pass)
 {
-    struct cpu *c = be;
     int *first = c->aw->first, n_kv = c->d.n_kv;
     struct attn_job job = { c, pass, NULL, pass->seg, pass->n_seg * n_kv, layer };
 
@@ -372,7 +371,14 @@ void cpu_attn_prefill(void *be, int layer, const struct ops_pass *pass)
     for (int u = 0; u < job.n_unit; u++)
         first[u + 1] = first[u] + ceil_div(pass->seg[u / n_kv].n_row, c->aw->block_q);
     workers_run(c->workers, first[job.n_unit], prefill_task, &job);
+}
 
+void cpu_attn_score(struct cpu *c, int layer, const struct ops_pass *pass)
+{
+    int *first = c->aw->first, n_kv = c->d.n_kv;
+    struct attn_job job = { c, pass, NULL, pass->seg, pass->n_seg * n_kv, layer };
+
+    first[0] = 0;
     for (int u = 0; u < job.n_unit; u++) {
         const struct ops_seg *seg = &pass->seg[u / n_kv];
         int end = seg->row0 + seg->n_row;
@@ -381,6 +387,12 @@ void cpu_attn_prefill(void *be, int layer, const struct ops_pass *pass)
     }
     if (first[job.n_unit] > 0)
         workers_run(c->workers, first[job.n_unit], score_task, &job);
+}
+
+void cpu_attn_prefill(void *be, int layer, const struct ops_pass *pass)
+{
+    cpu_attn_rows(be, layer, pass);
+    cpu_attn_score(be, layer, pass);
 }
 
 void cpu_score_begin(void *be, int lane, int n_slot)

@@ -30,6 +30,10 @@ static inline float *cpu_score_row(const struct cpu *c, int lane, int head)
     return c->aw->score + ((size_t)lane * c->d.n_kv + head) * c->aw->max_slots;
 }
 
+/* The two passes of attn_prefill, apart for the bench: the second reads what the first left of the pass. */
+void cpu_attn_rows(struct cpu *c, int layer, const struct ops_pass *pass);
+void cpu_attn_score(struct cpu *c, int layer, const struct ops_pass *pass);
+
 /* 64-byte aligned, counted in aw->bytes, untouched; freed with free(). NULL when there is none. */
 void *cpu_attn_alloc(struct cpu_attn_work *aw, size_t n, size_t size);
 
