@@ -16,9 +16,10 @@
 #include "daemon/client.h"
 #include "daemon/listener.h"
 
-#define TEXT_BYTES   65536
+#define TEXT_BYTES   (256 * 1024)
 #define REASONS_MAX  24
 #define HTTP_SECONDS 10
+#define LAYERS_MAX   256
 
 struct metrics {
     struct evhttp *http;
@@ -27,6 +28,8 @@ struct metrics {
     char reason[REASONS_MAX][24]; /* literals of ours, copied; the table never gets more of them */
     int64_t count[REASONS_MAX];
     int n_reasons;
+    struct engine_kv_layer layer[LAYERS_MAX];
+    int n_layers;
 };
 
 /* Counted from the start, whether or not anybody asks. */
@@ -47,6 +50,13 @@ void metrics_request_end(struct server *s, const struct method *m, const char *r
     if (i == t->n_reasons)
         snprintf(t->reason[t->n_reasons++], sizeof t->reason[0], "%s", reason);
     t->count[i]++;
+}
+
+void metrics_kv(const struct engine_kv_info *kv)
+{
+    counted.n_layers = kv->n_layers < LAYERS_MAX ? kv->n_layers : LAYERS_MAX;
+    for (int i = 0; i < counted.n_layers; i++)
+        counted.layer[i] = kv->layer[i];
 }
 
 /* ---- the text -------------------------------------------------------------------------------------- */
@@ -121,6 +131,31 @@ static void engine_part(struct text *t, const struct engine_stats *st)
     one(t, "step_age_seconds", "gauge", "Since the last iteration began or ended; 0 when idle.", (double)st->step_age_ms / 1e3);
 }
 
+/* A full cache would hold the same in each layer, so what it would hold in one is a layer's share of held and saved. */
+static void layer_part(struct text *t, const struct engine_stats *st)
+{
+    double held = 0, full;
+
+    if (counted.n_layers == 0)
+        return;
+    for (int i = 0; i < counted.n_layers; i++)
+        held += (double)counted.layer[i].bytes;
+    full = (held + (double)(st->bytes_saved > 0 ? st->bytes_saved : 0)) / counted.n_layers;
+    head(t, "layer_kv_bytes", "gauge", "KV bytes held, by layer.");
+    for (int i = 0; i < counted.n_layers; i++)
+        put(t, "skvd_layer_kv_bytes{layer=\"%d\"} %lld\n", i, (long long)counted.layer[i].bytes);
+    head(t, "layer_evicted_slots_total", "counter", "KV pairs evicted or never kept, by layer.");
+    for (int i = 0; i < counted.n_layers; i++)
+        put(t, "skvd_layer_evicted_slots_total{layer=\"%d\"} %lld\n", i, (long long)counted.layer[i].evicted);
+    head(t, "layer_kept_ratio", "gauge", "Share of a full cache's bytes that is held, by layer; 1 while there is nothing to hold.");
+    for (int i = 0; i < counted.n_layers; i++)
+        put(t, "skvd_layer_kept_ratio{layer=\"%d\"} %.6g\n", i, full > 0 ? (double)counted.layer[i].bytes / full : 1.0);
+    head(t, "layer_kept_attention_mass", "gauge", "Share of the attention that falls on kept KV pairs, by layer, where measured.");
+    for (int i = 0; i < counted.n_layers; i++)
+        if (counted.layer[i].kept_mass >= 0)
+            put(t, "skvd_layer_kept_attention_mass{layer=\"%d\"} %.6g\n", i, counted.layer[i].kept_mass);
+}
+
 static void daemon_part(struct text *t, const struct server *s)
 {
     static const char *const drops[DROP_KINDS] = { "disconnect", "fault", "slow", "timeout", "shutdown", "memory" };
@@ -153,6 +188,7 @@ size_t metrics_text(const struct server *s, char *buf, size_t size)
     head(&t, "build_info", "gauge", "The version.");
     put(&t, "skvd_build_info{version=\"%s\"} 1\n", PACKAGE_VERSION);
     engine_part(&t, &st);
+    layer_part(&t, &st);
     daemon_part(&t, s);
     return t.len;
 }

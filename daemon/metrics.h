@@ -16,6 +16,9 @@ void metrics_stop(struct server *s);
 
 void metrics_request_end(struct server *s, const struct method *m, const char *reason);
 
+/* The layers as the engine last told them; the server asks once a second while somebody may read the metrics. */
+void metrics_kv(const struct engine_kv_info *kv);
+
 /* The whole text; returns its length. Exposed for tests. */
 size_t metrics_text(const struct server *s, char *buf, size_t size);
 

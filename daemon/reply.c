@@ -25,6 +25,17 @@ const char *reply_finish_name(enum engine_finish f)
     return names[f];
 }
 
+static void top_list(struct wire_buf *b, const struct engine_top *top, int n)
+{
+    wire_array(b, (uint32_t)n);
+    for (int i = 0; i < n; i++) {
+        wire_array(b, 3);
+        wire_int(b, top[i].token);
+        text(b, &top[i].text);
+        wire_double(b, (double)top[i].logprob);
+    }
+}
+
 void reply_token(struct wire_buf *b, uint32_t msgid, const struct engine_event *ev)
 {
     wire_notify(b, "token");
@@ -38,13 +49,7 @@ void reply_token(struct wire_buf *b, uint32_t msgid, const struct engine_event *
         wire_kv_double(b, "logprob", (double)ev->logprob);
     if (ev->n_top > 0) {
         wire_str(b, "top");
-        wire_array(b, (uint32_t)ev->n_top);
-        for (int i = 0; i < ev->n_top; i++) {
-            wire_array(b, 3);
-            wire_int(b, ev->top[i].token);
-            text(b, &ev->top[i].text);
-            wire_double(b, (double)ev->top[i].logprob);
-        }
+        top_list(b, ev->top, ev->n_top);
     }
 }
 
@@ -106,7 +111,7 @@ static void floats(struct wire_buf *b, const float *v, int n)
 void reply_score(struct wire_buf *b, uint32_t msgid, const struct engine_result *r)
 {
     wire_response(b, msgid);
-    wire_map(b, 5 + (r->score_argmax != NULL ? 1 : 0));
+    wire_map(b, 5 + (r->score_argmax != NULL ? 1 : 0) + (r->n_top > 0 ? 1 : 0));
     wire_str(b, "tokens");
     wire_ints(b, r->tokens, r->n_tokens);
     wire_str(b, "logprobs");
@@ -121,6 +126,12 @@ void reply_score(struct wire_buf *b, uint32_t msgid, const struct engine_result 
     if (r->score_argmax != NULL) {
         wire_str(b, "argmax");
         wire_ints(b, r->score_argmax, r->n_tokens);
+    }
+    if (r->n_top > 0) {
+        wire_str(b, "top");
+        wire_array(b, (uint32_t)r->n_tokens);
+        for (int i = 0; i < r->n_tokens; i++)
+            top_list(b, r->top + (size_t)i * (size_t)r->n_top, r->n_top);
     }
 }
 

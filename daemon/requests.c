@@ -262,13 +262,13 @@ static struct engine_request *to_engine(const struct server *s, const struct cli
         take_kv(er, a);
         er->deadline_ms = deadline(s, a);
         er->priority = a->priority;
+        er->logprobs = a->logprobs;
     }
     if (m->id == METHOD_GENERATE) {
         take_sampling(er, a);
         er->progress = a->progress;
         er->max_tokens = a->max_tokens;
         er->ignore_eos = a->ignore_eos;
-        er->logprobs = a->logprobs;
         er->session = a->session;
         a->session = NULL;
         er->pin_system = a->pin_system;
@@ -628,7 +628,9 @@ static void request_ended(struct request *r, const struct engine_event *ev)
     if (r->parent != NULL) {
         child_done(r, ev);
     } else if (r->method == NULL) {
-        if (ev->answer != NULL)
+        if (ev->answer != NULL && ev->answer->kind == ENGINE_KV)
+            metrics_kv(&ev->answer->kv);
+        else if (ev->answer != NULL)
             quotas_kv(s, ev->answer->seq, ev->answer->n_seq);
     } else if (r->method->id == METHOD_KILL) {
         admin_kill(r, ev->answer);

@@ -123,10 +123,10 @@ static void watch_engine(struct server *s, int64_t now)
     }
 }
 
-/* Ask what each user's sequences hold. Nobody waits: the answer goes to the quotas. */
-static void poll_kv(struct server *s)
+/* Ask what each user's sequences hold, or what each layer does. Nobody waits: the answer goes to quotas or metrics. */
+static void poll_engine(struct server *s, enum engine_kind kind)
 {
-    struct engine_request *er = engine_request_new(ENGINE_SEQUENCES);
+    struct engine_request *er = engine_request_new(kind);
     struct skv_error err;
 
     if (er == NULL)
@@ -150,8 +150,10 @@ static void on_sweep(evutil_socket_t fd, short what, void *arg)
     watch_engine(s, now);
     if (now - s->kv_polled_ms >= TICK_MS) {
         s->kv_polled_ms = now;
-        if (s->cfg.max_kv_per_user > 0)
-            poll_kv(s);
+        if (s->cfg.max_kv_per_user > 0 && !s->stuck)
+            poll_engine(s, ENGINE_SEQUENCES);
+        if (s->metrics != NULL && !s->stuck)
+            poll_engine(s, ENGINE_KV);
         admin_event_tick(s);
     }
     if (s->state == SERVER_STOPPING && (s->n_requests == 0 || now >= s->drain_until_ms))

@@ -85,6 +85,7 @@ static const struct field score_fields[] = {
     BOOL("refeed", refeed, 0, "feed the prompt's last token again, so that the first token is scored over the kept cache too"),
     { .name = "deadline_ms", .type = FIELD_INT64, .off = AT(deadline_ms), .min = 1, .max = INT_MAX, .unit = "ms",
       .doc = "end with deadline when not finished by then" },
+    INT("logprobs", logprobs, 0, 64, 0, "0", "tokens", "likeliest alternatives to give at each token"),
     INT("priority", priority, -10, 10, 0, "0", NULL, "higher goes first"),
     END,
 };

@@ -456,6 +456,27 @@ def test_quotas():
 
 
 @own
+def test_kv_quota():
+    d = daemon("--max-kv-per-user", "1500")  # the scripted engine holds 1000 bytes a sequence
+    try:
+        with d.peer() as p:
+            for _ in range(2):
+                p.start("generate", prompt="n=100000 delay=5", stream=False)
+
+            def is_refused():
+                try:
+                    p.call("generate", prompt="n=1")
+                except Refused as e:
+                    assert e.code == "overloaded" and "max-kv-per-user" in e.message, e
+                    return True
+            until(is_refused)
+        time.sleep(1.5)
+        healthy(d)
+    finally:
+        assert d.stop() == 0
+
+
+@own
 def test_connection_quota():
     d = daemon("--max-connections", "20")  # we are administrators: 16 more
     try:
@@ -993,6 +1014,7 @@ def test_metrics():
     path = os.path.join(tmp, "metrics.sock")
     d = daemon("--metrics", "unix:" + path)
     try:
+        time.sleep(1.2)  # the layers are asked for once a second
         with d.peer() as p:
             p.call("generate", prompt="n=4")
             p.call("generate", prompt="n=4 eos=1")
@@ -1004,7 +1026,8 @@ def test_metrics():
         for name in ("num_requests_running 0", "num_requests_waiting 0", "kv_cache_usage_perc 0", "generation_tokens_total 8",
                      'request_success_total{finished_reason="length"} 1', 'request_success_total{finished_reason="eos"} 1',
                      "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_count", "request_queue_time_seconds_sum",
-                     "evicted_slots_total", "kv_bytes_saved"):
+                     "evicted_slots_total", "kv_bytes_saved", 'layer_kept_ratio{layer="1"}',
+                     'layer_kept_attention_mass{layer="1"} 0.97'):
             assert "skvd_" + name in text, name
         body = text.split("\r\n\r\n", 1)[1]
         promtool = shutil.which("promtool")
