@@ -510,7 +510,7 @@ void config_dump(const struct config *c, FILE *f)
         config_get(c, o, v, sizeof v);
         if (*v == '\0')
             fprintf(f, "# %s is not set\n", o->name);
-        else if (strpbrk(v, " \t#") != NULL)
+        else if (strpbrk(v, " \t") != NULL && strchr(v, '"') == NULL)
             fprintf(f, "%s = \"%s\"\n", o->name, v);
         else
             fprintf(f, "%s = %s\n", o->name, v);
