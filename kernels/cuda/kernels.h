@@ -1,0 +1,58 @@
+// kernels.h - launchers of the CUDA kernels: plain calls that pick the template and put it into a stream.
+//
+// All pointers are device memory; nothing here synchronises or fails on its own (launch errors are sticky and
+// collected by the backend with cudaGetLastError). Shapes are row-major.
+#ifndef SKVD_KERNELS_CUDA_KERNELS_H
+#define SKVD_KERNELS_CUDA_KERNELS_H
+
+#include "kernels/cuda/params.h"
+
+// A weight in its GGUF blocks on the device.
+struct cu_weight {
+    const unsigned char *data;
+    int type; // enum kern_gguf_type
+    int rows, cols;
+    size_t row_bytes;
+};
+
+// True when kernels for it were compiled.
+bool cu_head_dim_ok(int head_dim);
+bool cu_type_ok(int type);
+
+// Allow the large dynamic shared memory that some kernels need. Once per device.
+cudaError_t cu_prefill_setup(void);
+cudaError_t cu_decode_setup(void);
+
+// linear.cu
+void cu_embed(cudaStream_t st, const cu_weight &w, const int32_t *token, int n, float scale, float *x);
+// y [n][ldy] f32 = x [n][cols] f32 times the weights, kept quantised.
+void cu_qmv(cudaStream_t st, const cu_weight &w, const float *x, int n, float *y, int ldy);
+// out [rows][cols] bf16, rows [row0, row0 + n) of the weight.
+void cu_dequant_bf16(cudaStream_t st, const cu_weight &w, int row0, int n, unsigned short *out);
+
+// norm.cu; see norm.cuh for what each optional argument does
+void cu_add_norm(cudaStream_t st, float *x, const float *y, const float *y_norm, const float *w, float eps, int d,
+                 int n, const int32_t *row, float *out, unsigned short *out16);
+void cu_gated_act(cudaStream_t st, const float *gate_up, int n_row, int n, bool gelu, float *out,
+                  unsigned short *out16);
+
+// rope.cu
+void cu_rope_store(cudaStream_t st, int dtype, const rope_params &p, const kv_view &kv, const pass_view &pass,
+                   int layer, int n_row, float *qkv, unsigned short *q16);
+
+// prefill.cu: most_rows, most_slots: the largest segment's; n_scored: the largest number of scored rows (0: no pass 2)
+void cu_prefill(cudaStream_t st, int dtype, int head_dim, const fa_params &p, int n_seg, int most_rows);
+void cu_score(cudaStream_t st, int dtype, int head_dim, const score_params &p, int n_seg, int most_slots);
+
+// decode.cu
+void cu_decode(cudaStream_t st, int dtype, int head_dim, const dec_params &p, int n_row);
+
+// select.cu: begin chooses by score; with by_value the norms are computed in between (values -> product with Wo ->
+// norm, per head) and by_value chooses the rest; end gathers. n_page: pages of the longest head before the choice.
+void cu_select_begin(cudaStream_t st, const sel_params &p);
+void cu_select_values(cudaStream_t st, const sel_params &p, int dtype, int head, int slot0, int n, unsigned short *out);
+void cu_select_norm(cudaStream_t st, const float *c, int n, int d_model, float weight, float *norm);
+void cu_select_by_value(cudaStream_t st, const sel_params &p);
+void cu_select_end(cudaStream_t st, const sel_params &p, int dtype, int n_page);
+
+#endif
