@@ -55,4 +55,10 @@ void cu_select_norm(cudaStream_t st, const float *c, int n, int d_model, float w
 void cu_select_by_value(cudaStream_t st, const sel_params &p);
 void cu_select_end(cudaStream_t st, const sel_params &p, int dtype, int n_page);
 
+// kv.cu; counts are read on the device
+void cu_kv_apply(cudaStream_t st, const kv_view &kv, const kv_change *change, const int32_t *n, int most);
+void cu_kv_clear(cudaStream_t st, const kv_view &kv, const uint32_t *page, const int32_t *n, int most);
+void cu_kv_victims(cudaStream_t st, const kv_view &kv, const int32_t *lane, int n_row, int32_t *out);
+void cu_kv_slots(cudaStream_t st, const kv_view &kv, size_t idx, int n, int32_t *pos, float *score);
+
 #endif

@@ -95,4 +95,12 @@ struct sel_params {
     float *kept_mass;     // [n_kv]
 };
 
+// One change of the per-(lane, layer, head) arrays; index into the array of its kind.
+enum { KV_TABLE = 0, KV_LEN, KV_CAP, KV_VICTIM };
+
+struct kv_change {
+    int32_t kind;
+    uint32_t index, value;
+};
+
 #endif

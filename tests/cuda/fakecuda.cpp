@@ -9,7 +9,6 @@
 #include <cstdlib>
 #include <deque>
 #include <map>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -112,6 +111,15 @@ static void drain(stream *s, size_t mark)
         if (o.work)
             o.work();
     }
+}
+
+bool run_one(cudaStream_t st)
+{
+    stream *s = stream_of(st);
+    if (s->queue.empty())
+        return false;
+    drain(s, s->done + 1);
+    return true;
 }
 
 static void drain_all()
@@ -389,13 +397,8 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t st)
     if (stream_of(st)->capture)
         die("cudaGraphLaunch into a capture");
     count.graphs++;
-    // A copy: the real runtime lets a graph be destroyed after its launch.
-    auto g = std::make_shared<graph>(*reinterpret_cast<graph *>(e));
-    push(st, { [g] {
-                  for (const op &o : g->ops)
-                      o.work();
-              },
-               nullptr, 0 });
+    for (const op &o : reinterpret_cast<graph *>(e)->ops)
+        push(st, o);
     return cudaSuccess;
 }
 

@@ -9,7 +9,7 @@
 #ifndef SKVD_TESTS_CUDA_HOSTSHIM_H
 #define SKVD_TESTS_CUDA_HOSTSHIM_H
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 #include <vector_types.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -72,9 +72,11 @@ void launch(const void *fn, const char *name, dim3 grid, dim3 block, size_t smem
 
 // Put work of a fake library (cuBLAS, NCCL) into a stream: it runs, or is captured, like a kernel.
 void enqueue(cudaStream_t st, std::function<void()> work);
+// Run the oldest piece of work of a stream; false when there is none.
+bool run_one(cudaStream_t st);
 // Kernel launches and graph launches that the host asked for since the start; library calls count as kernels.
 struct counts {
-    long kernels, graphs, copies;
+    long kernels, graphs, copies, reduces;
 };
 extern counts count;
 // True when [p, p + bytes) lies inside one live cudaMalloc allocation.

@@ -1,0 +1,203 @@
+// backend.h - the CUDA backend's inside, shared by the files of kernels/cuda.
+//
+// A backend drives one or more ranks (tensor parallel): devices that each hold a run of KV heads with their query
+// heads, a run of MLP columns and a run of the vocabulary. One host thread, the engine's, puts work into every
+// rank's stream; nothing waits but logits, select and the reads.
+//
+// Prefill passes run at once, op by op. Decode ops are noted (step.cu) and run when the logits are asked for: the
+// step's numbers go into one pinned block, and the whole step, from that block's copy to the copy of the logits, is
+// one CUDA graph, captured once per ladder step.
+#ifndef SKVD_KERNELS_CUDA_BACKEND_H
+#define SKVD_KERNELS_CUDA_BACKEND_H
+
+#include <map>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <cublas_v2.h>
+
+#include "kernels/cuda/kernels.h"
+
+extern "C" {
+#include "kernels/blocks.h"
+#include "kernels/ops.h"
+}
+
+#define CU_GEMM_ROWS   256      // rows of every prefill product: one shape, so one algorithm, whatever the pass holds
+#define CU_MAX_TP      8
+#define CU_CHANGES     4096     // table changes that a decode step carries in its block
+#define CU_CLEARS      1024     // pages that a decode step clears
+#define CU_DECODE_WORK ((size_t)64 << 20) // bytes of split records at most, unless one row needs more
+#define CU_BLAS_WORK   ((size_t)32 << 20)
+
+// A CUDA, cuBLAS or NCCL call failed inside a step: the device's state is lost, nothing after it can be trusted. Says what
+// and aborts; calls of open and kv_init report through *err instead.
+void cu_must(cudaError_t e, const char *what);
+#define CU_MUST(call) cu_must((call), #call)
+
+struct cu_layer {
+    cu_weight wq, wk, wv, wo, gate, up, down;
+    float *attn_norm, *ffn_norm, *bq, *bk, *bv, *q_norm, *k_norm, *post_attn_norm, *post_ffn_norm;
+};
+
+// A pinned block, its copy on the device, and when the copy has been read.
+struct cu_stage {
+    unsigned char *host;
+    size_t bytes;
+    cudaEvent_t done;
+};
+
+// Where the parts of a decode step's block are; the same offsets on host and device.
+struct cu_step_at {
+    size_t token, lane, pos, row, slot, rule, pin, n_change, change, n_clear, clear, bytes;
+    int pins;
+};
+
+struct cu_rank {
+    int device, index;
+    cudaStream_t st;
+    cublasHandle_t blas;
+    void *blas_work;
+    std::vector<void *> owned;      // device memory, freed at close
+    size_t weight_bytes, work_bytes;
+
+    int kv0, n_kv, n_head;          // KV heads [kv0, kv0 + n_kv), their query heads
+    int ffn0, n_ffn, vocab0, n_vocab; // runs of MLP columns and of the vocabulary
+    int width;                      // (n_head + 2 n_kv) * head_dim
+
+    cu_weight embed, output;
+    float *out_norm, *inv_freq;
+    std::vector<cu_layer> layer;
+    int layer16;                    // whose weights are in the bf16 buffers, -1: none
+    unsigned short *qkv16, *o16, *gu16, *down16;
+
+    // one pass's scratch; R = max_rows rounded up to CU_GEMM_ROWS
+    unsigned short *in16;  // [R][max(d_model, n_head * head_dim, n_ffn)]: the bf16 operand of the next product
+    unsigned short *q16;   // [R][n_head * head_dim]
+    float *in32;           // [R][d_model]: the f32 operand of decode products
+    float *qkv, *y, *gu;   // [R][width], [R][d_model], [R][2 n_ffn]
+    float *att32, *act32;  // [D][n_head * head_dim], [D][n_ffn]
+    float *lse;            // [n_head][R]
+    float *part_o, *part_ml, *logit;
+    unsigned char *meta;   // device side of a prefill pass's block
+    std::vector<cu_stage> stage; // host sides, used in turn
+    size_t next_stage, meta_bytes;
+    float *logits;         // [D][n_vocab]
+    float *logits_host;    // pinned
+    int32_t *victims, *victims_host;
+
+    kv_view kv;
+    std::vector<float *> score_row; // [lanes], device; grown by score_begin
+    std::vector<int32_t> score_stride;
+    float **score_row_d;
+    int32_t *score_stride_d;
+    unsigned char *sel_work;
+    size_t sel_bytes;
+
+    cu_step_at at;                  // of step_h and step_d
+    unsigned char *step_d;
+    unsigned char *step_h;
+    std::map<std::tuple<int, int, const float *>, cudaGraphExec_t> graphs; // rows, splits, states
+    void *comm;                     // ncclComm_t; NULL with one rank
+};
+
+struct cu_state {
+    int n_row;
+    float *x[CU_MAX_TP]; // one copy a rank
+};
+
+enum cu_op_kind { CU_EMBED, CU_ATTN_IN, CU_ATTN_DECODE, CU_OUT_MLP };
+
+struct cu_op {
+    cu_op_kind kind;
+    int layer;
+};
+
+struct cuda {
+    ops_dims d;
+    ops_config cfg;
+    int g, R, D;             // query heads per KV head; rows of scratch; rows of a decode step at most
+    std::vector<cu_rank> rank;
+    std::vector<float> rope_freqs;
+    std::vector<cu_state> states;
+    kern_page_layout page;
+
+    ops_kv kv;               // host mirrors, owned here
+    std::vector<uint32_t> s_table;  // what the device has
+    std::vector<int32_t> s_len, s_cap, s_victim;
+    std::vector<kv_change> change[CU_MAX_TP];
+    std::vector<uint32_t> clear;
+
+    // the decode step being noted
+    std::vector<cu_op> noted;
+    int step_rows, step_most; // rows; slots of the longest head
+    const float *step_x;
+    std::map<const kern_range *, int> step_pins;
+    int step_n_pin;
+    long n_graph, n_captured; // decode steps that a graph ran; graphs captured
+};
+
+static inline size_t cu_kv_at(const cuda *c, int lane, int layer, int head)
+{
+    return ((size_t)lane * c->d.n_layer + layer) * c->d.n_kv + head;
+}
+
+void cu_use(const cu_rank &r);
+// Device memory of the rank, freed at close; counted as weights or workspace. NULL with *err.
+void *cu_alloc(cu_rank &r, size_t bytes, bool weights, skv_error *err);
+
+// weights.cu
+int cu_weights_load(cuda *c, const ops_model_src *src, skv_error *err);
+// The layer's weights as bf16 in the rank's buffers (kept until another layer is asked for).
+void cu_layer16(cuda *c, cu_rank &r, int layer);
+
+// kv.cu
+ops_kv *cu_kv_init(void *be, uint32_t n_pages, skv_error *err);
+void cu_kv_fini(cuda *c);
+void cu_page_clear(void *be, const uint32_t *pages, int n);
+void cu_kv_read(void *be, int lane, int layer, int head, int32_t *pos, float *score);
+// Note what the host changed of (lane, layer) since the device last heard.
+void cu_kv_diff(cuda *c, int lane, int layer);
+// Send what is noted, and clear pages.
+void cu_kv_push(cuda *c);
+
+// pass.cu: prefill, and what both share
+int cu_pass_init(cuda *c, skv_error *err);
+// The next block of the ring, free to be written; then its first `bytes` to r.meta.
+cu_stage &cu_stage_take(cu_rank &r);
+void cu_stage_send(cu_rank &r, cu_stage &s, size_t bytes);
+// Room of at least `bytes` in r.sel_work.
+void cu_sel_room(cu_rank &r, size_t bytes);
+void cu_pass_fini(cuda *c);
+float *cu_state_x(cuda *c, const cu_rank &r, const float *x);
+void cu_score_begin(void *be, int lane, int n_slot);
+void cu_score_read(void *be, int lane, int n_slot, float *out);
+void cu_select_op(void *be, int lane, int layer, const kern_rule *rule, int n_query, float *kept_mass);
+void cu_attn_prefill(void *be, int layer, const ops_pass *pass);
+void cu_pass_embed(cuda *c, const ops_pass *pass, float *x);
+void cu_pass_attn_in(cuda *c, int layer, const ops_pass *pass, const float *x);
+void cu_pass_out_mlp(cuda *c, int layer, int n_row, float *x);
+rope_params cu_rope(const cuda *c, const cu_rank &r, int layer);
+void cu_gemm(cu_rank &r, const unsigned short *w, int outs, int cols, const unsigned short *a, int rows, float *y);
+// Sum of y [n] over the ranks, in place.
+void cu_reduce(cuda *c, size_t n);
+
+// step.cu: decode
+int cu_step_init(cuda *c, skv_error *err);
+void cu_step_fini(cuda *c);
+void cu_step_embed(cuda *c, const ops_pass *pass, float *x);
+void cu_step_attn_in(cuda *c, int layer, const ops_pass *pass, const float *x, const int32_t *slot);
+void cu_step_attn_decode(cuda *c, int layer, const ops_pass *pass, const kern_rule *rule);
+void cu_step_out_mlp(cuda *c, int layer, const ops_pass *pass, float *x);
+// Destroy graphs that hold the address of a state.
+void cu_graphs_forget(cu_rank &r, const float *x);
+// Run what is noted without logits. Every other operation calls it first.
+void cu_step_flush(cuda *c);
+void cu_logits(void *be, const float *x, const int32_t *row, int n, float *logits);
+
+// nccl.cu
+int cu_comm_init(cuda *c, skv_error *err);
+void cu_comm_fini(cuda *c);
+
+#endif

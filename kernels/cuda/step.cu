@@ -1,0 +1,552 @@
+// step.cu - decode: operations are noted, then run as one CUDA graph.
+//
+// Whatever changes from step to step (tokens, lanes, positions, slots, rules, table changes, pages to clear, rows of the
+// logits) is written into one pinned block per rank while the engine prepares the step. The graph starts with the copy
+// of that block and ends with the copies of logits and victims, so a replay needs nothing else from the host.
+// A graph is keyed by the rung of the batch ladder, the rung of the longest head's splits and the hidden states' place;
+// rows past the batch have lane -1 and change nothing but their own row of x, which is why the engine's decode states are
+// a state of their own.
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels/cuda/backend.h"
+
+// --- the block ---------------------------------------------------------------------------------------------
+
+static void step_layout(const cuda *c, const cu_rank &r, int pins, cu_step_at *at)
+{
+    size_t D = c->D, L = c->d.n_layer, b = 0;
+    auto take = [&](size_t bytes) {
+        size_t from = b;
+        b += (bytes + 15) & ~(size_t)15;
+        return from;
+    };
+    at->token = take(D * 4);
+    at->lane = take(D * 4);
+    at->pos = take(D * 4);
+    at->row = take(D * 4);
+    at->slot = take(L * D * r.n_kv * 4);
+    at->rule = take(L * D * sizeof(dec_rule));
+    at->pin = take((size_t)pins * 8);
+    at->n_change = take(4);
+    at->change = take(CU_CHANGES * sizeof(kv_change));
+    at->n_clear = take(4);
+    at->clear = take(CU_CLEARS * 4);
+    at->bytes = b;
+    at->pins = pins;
+}
+
+template <class T> static T *in_block(unsigned char *block, size_t at)
+{
+    return reinterpret_cast<T *>(block + at);
+}
+
+static int split_most(const cuda *c)
+{
+    return (c->cfg.max_pages * KERN_PAGE_SLOTS + DEC_SPLIT - 1) / DEC_SPLIT;
+}
+
+// (row, split) pairs that the split records hold.
+static size_t split_cells(const cuda *c, const cu_rank &r)
+{
+    size_t each = (size_t)r.n_head * (DEC_SPLIT + c->d.head_dim + 2) * 4;
+    return std::max(CU_DECODE_WORK / each, (size_t)split_most(c));
+}
+
+static int block_alloc(cu_rank &r, size_t bytes, skv_error *err)
+{
+    if (cudaHostAlloc(reinterpret_cast<void **>(&r.step_h), bytes, cudaHostAllocDefault) != cudaSuccess ||
+        cudaMalloc(reinterpret_cast<void **>(&r.step_d), bytes) != cudaSuccess)
+        return skv_fail(err, SKV_NO_MEMORY, "no memory for the decode step's block of %zu bytes", bytes);
+    memset(r.step_h, 0, bytes);
+    r.work_bytes += bytes;
+    return 0;
+}
+
+static int rank_init(cuda *c, cu_rank &r, skv_error *err)
+{
+    size_t cells = split_cells(c, r), heads = r.n_head, victims = (size_t)c->D * c->d.n_layer * r.n_kv * 4;
+    cu_use(r);
+    if (block_alloc(r, r.at.bytes, err) ||
+        !(r.part_o = static_cast<float *>(cu_alloc(r, cells * heads * c->d.head_dim * 4, false, err))) ||
+        !(r.part_ml = static_cast<float *>(cu_alloc(r, cells * heads * 8, false, err))) ||
+        !(r.logit = static_cast<float *>(cu_alloc(r, cells * heads * DEC_SPLIT * 4, false, err))) ||
+        !(r.victims = static_cast<int32_t *>(cu_alloc(r, victims, false, err))))
+        return -1;
+    if (cudaHostAlloc(reinterpret_cast<void **>(&r.victims_host), victims, cudaHostAllocDefault) != cudaSuccess)
+        return skv_fail(err, SKV_NO_MEMORY, "no pinned memory for the step's victims");
+    return 0;
+}
+
+int cu_step_init(cuda *c, skv_error *err)
+{
+    for (cu_rank &r : c->rank) {
+        step_layout(c, r, 64 * c->D + 256, &r.at);
+        if (rank_init(c, r, err))
+            return -1;
+    }
+    return 0;
+}
+
+static void graphs_drop(cu_rank &r)
+{
+    for (auto &g : r.graphs)
+        cudaGraphExecDestroy(g.second);
+    r.graphs.clear();
+}
+
+void cu_graphs_forget(cu_rank &r, const float *x)
+{
+    for (auto it = r.graphs.begin(); it != r.graphs.end();) {
+        if (std::get<2>(it->first) != x) {
+            ++it;
+            continue;
+        }
+        CU_MUST(cudaGraphExecDestroy(it->second));
+        it = r.graphs.erase(it);
+    }
+}
+
+void cu_step_fini(cuda *c)
+{
+    for (cu_rank &r : c->rank) {
+        cu_use(r);
+        graphs_drop(r);
+        cudaFree(r.step_d);
+        cudaFreeHost(r.step_h);
+        cudaFreeHost(r.victims_host);
+    }
+}
+
+// More room for pins: a new block with what is noted so far; graphs know the old one's address.
+static void step_grow(cuda *c, int pins)
+{
+    for (cu_rank &r : c->rank) {
+        cu_step_at old = r.at;
+        unsigned char *h = r.step_h;
+        skv_error err;
+        cu_use(r);
+        CU_MUST(cudaStreamSynchronize(r.st));
+        graphs_drop(r);
+        CU_MUST(cudaFree(r.step_d));
+        step_layout(c, r, pins, &r.at);
+        if (block_alloc(r, r.at.bytes, &err)) {
+            fprintf(stderr, "skvd: cuda: %s\n", err.msg);
+            abort();
+        }
+        memcpy(r.step_h, h, old.n_change); // all up to the pins lies where it lay; pins grow in place
+        cudaFreeHost(h);
+    }
+}
+
+// --- noting -------------------------------------------------------------------------------------------------
+
+static void step_begin(cuda *c, const ops_pass *pass, const float *x)
+{
+    if (!c->noted.empty() && c->step_rows == pass->n_row && c->step_x == x)
+        return;
+    cu_step_flush(c);
+    c->step_rows = pass->n_row;
+    c->step_x = x;
+    c->step_most = 1;
+    c->step_pins.clear();
+    c->step_n_pin = 0;
+    for (cu_rank &r : c->rank) {
+        int32_t *lane = in_block<int32_t>(r.step_h, r.at.lane), *pos = in_block<int32_t>(r.step_h, r.at.pos);
+        memset(in_block<int32_t>(r.step_h, r.at.token), 0, (size_t)c->D * 4);
+        memset(in_block<int32_t>(r.step_h, r.at.row), 0, (size_t)c->D * 4);
+        for (int i = 0; i < c->D; i++) {
+            lane[i] = -1;
+            pos[i] = 0;
+        }
+        for (int i = 0; i < pass->n_seg; i++) {
+            lane[pass->seg[i].row0] = pass->seg[i].lane;
+            pos[pass->seg[i].row0] = pass->seg[i].pos0;
+        }
+    }
+}
+
+void cu_step_embed(cuda *c, const ops_pass *pass, float *x)
+{
+    cu_step_flush(c);
+    step_begin(c, pass, x);
+    for (cu_rank &r : c->rank)
+        memcpy(in_block<int32_t>(r.step_h, r.at.token), pass->token, (size_t)pass->n_row * 4);
+    c->noted.push_back({ CU_EMBED, 0 });
+}
+
+void cu_step_attn_in(cuda *c, int layer, const ops_pass *pass, const float *x, const int32_t *slot)
+{
+    step_begin(c, pass, x);
+    for (int i = 0; i < pass->n_seg; i++) {
+        const ops_seg &s = pass->seg[i];
+        cu_kv_diff(c, s.lane, layer);
+        for (int h = 0; h < c->d.n_kv; h++)
+            c->step_most = std::max(c->step_most, c->kv.len[cu_kv_at(c, s.lane, layer, h)]);
+    }
+    for (cu_rank &r : c->rank) {
+        int32_t *to = in_block<int32_t>(r.step_h, r.at.slot) + (size_t)layer * c->D * r.n_kv;
+        for (int i = 0; i < pass->n_row; i++)
+            for (int h = 0; h < r.n_kv; h++)
+                to[i * r.n_kv + h] = slot[(size_t)i * c->d.n_kv + r.kv0 + h];
+    }
+    c->noted.push_back({ CU_ATTN_IN, layer });
+}
+
+// Where the rule's pins are in the block; rules of one sequence share theirs.
+static int note_pins(cuda *c, const kern_rule &u)
+{
+    if (u.n_pin == 0)
+        return 0;
+    auto known = c->step_pins.find(u.pin);
+    if (known != c->step_pins.end())
+        return known->second;
+    int at = c->step_n_pin;
+    if (at + u.n_pin > c->rank[0].at.pins)
+        step_grow(c, 2 * (at + u.n_pin));
+    for (cu_rank &r : c->rank)
+        memcpy(in_block<kern_range>(r.step_h, r.at.pin) + at, u.pin, (size_t)u.n_pin * sizeof(kern_range));
+    c->step_n_pin += u.n_pin;
+    return c->step_pins[u.pin] = at;
+}
+
+void cu_step_attn_decode(cuda *c, int layer, const ops_pass *pass, const kern_rule *rule)
+{
+    for (int i = 0; i < pass->n_seg; i++) {
+        dec_rule d = { 0, 0, 0, 0, 0, 1.0f, 0.0f };
+        if (rule) {
+            const kern_rule &u = rule[i];
+            int score = u.weight != 0 || u.decay != 1 ? DEC_SCORE : 0;
+            d = { DEC_VICTIM | score, u.sink, u.recent, note_pins(c, u), u.n_pin, u.decay, u.weight };
+        }
+        for (cu_rank &r : c->rank)
+            in_block<dec_rule>(r.step_h, r.at.rule)[(size_t)layer * c->D + pass->seg[i].row0] = d;
+    }
+    c->noted.push_back({ CU_ATTN_DECODE, layer });
+}
+
+void cu_step_out_mlp(cuda *c, int layer, const ops_pass *pass, float *x)
+{
+    (void)pass;
+    (void)x;
+    c->noted.push_back({ CU_OUT_MLP, layer });
+}
+
+// --- running -------------------------------------------------------------------------------------------------
+
+struct step_size {
+    int rows, n_split;
+};
+
+static float *state_of(cuda *c, cu_rank &r)
+{
+    return cu_state_x(c, r, c->step_x);
+}
+
+static void run_embed(cuda *c, const step_size &z)
+{
+    for (cu_rank &r : c->rank) {
+        cu_use(r);
+        cu_embed(r.st, r.embed, in_block<int32_t>(r.step_d, r.at.token), z.rows, c->d.embed_scale, state_of(c, r));
+    }
+}
+
+// normed: the norm is in in32 already (the layer before left it there).
+static void run_attn_in(cuda *c, int layer, const step_size &z, bool normed)
+{
+    for (cu_rank &r : c->rank) {
+        const cu_layer &l = r.layer[layer];
+        int hd = c->d.head_dim;
+        cu_use(r);
+        if (!normed)
+            cu_add_norm(r.st, state_of(c, r), nullptr, nullptr, l.attn_norm, c->d.norm_eps, c->d.d_model, z.rows,
+                        nullptr, r.in32, nullptr);
+        cu_qmv(r.st, l.wq, r.in32, z.rows, r.qkv, r.width);
+        cu_qmv(r.st, l.wk, r.in32, z.rows, r.qkv + r.n_head * hd, r.width);
+        cu_qmv(r.st, l.wv, r.in32, z.rows, r.qkv + (r.n_head + r.n_kv) * hd, r.width);
+        pass_view rows = { in_block<int32_t>(r.step_d, r.at.token), in_block<int32_t>(r.step_d, r.at.lane),
+                           in_block<int32_t>(r.step_d, r.at.pos),
+                           in_block<int32_t>(r.step_d, r.at.slot) + (size_t)layer * c->D * r.n_kv };
+        cu_rope_store(r.st, c->cfg.kv_dtype, cu_rope(c, r, layer), r.kv, rows, layer, z.rows, r.qkv, nullptr);
+    }
+}
+
+static void run_attn_decode(cuda *c, int layer, const step_size &z)
+{
+    for (cu_rank &r : c->rank) {
+        int chunk = (int)std::max((size_t)1, split_cells(c, r) / z.n_split), hd = c->d.head_dim;
+        cu_use(r);
+        for (int at = 0; at < z.rows; at += chunk) {
+            pass_view rows = { nullptr, in_block<int32_t>(r.step_d, r.at.lane) + at,
+                               in_block<int32_t>(r.step_d, r.at.pos) + at, nullptr };
+            cu_decode(r.st, c->cfg.kv_dtype, hd,
+                      { r.kv, rows, layer, c->g, r.n_head, z.n_split, r.width, c->d.attn_scale,
+                        r.qkv + (size_t)at * r.width, r.part_o, r.part_ml, r.logit,
+                        r.att32 + (size_t)at * r.n_head * hd,
+                        in_block<dec_rule>(r.step_d, r.at.rule) + (size_t)layer * c->D + at,
+                        in_block<int32_t>(r.step_d, r.at.pin) },
+                      std::min(chunk, z.rows - at));
+        }
+    }
+}
+
+// next: leave the next layer's norm in in32.
+static void run_out_mlp(cuda *c, int layer, const step_size &z, bool next)
+{
+    int dm = c->d.d_model;
+    for (cu_rank &r : c->rank) {
+        cu_use(r);
+        cu_qmv(r.st, r.layer[layer].wo, r.att32, z.rows, r.y, dm);
+    }
+    cu_reduce(c, (size_t)z.rows * dm);
+    for (cu_rank &r : c->rank) {
+        const cu_layer &l = r.layer[layer];
+        cu_use(r);
+        cu_add_norm(r.st, state_of(c, r), r.y, l.post_attn_norm, l.ffn_norm, c->d.norm_eps, dm, z.rows, nullptr, r.in32,
+                    nullptr);
+        cu_qmv(r.st, l.gate, r.in32, z.rows, r.gu, 2 * r.n_ffn);
+        cu_qmv(r.st, l.up, r.in32, z.rows, r.gu + r.n_ffn, 2 * r.n_ffn);
+        cu_gated_act(r.st, r.gu, z.rows, r.n_ffn, c->d.act == KERN_ACT_GELU_TANH, r.act32, nullptr);
+        cu_qmv(r.st, l.down, r.act32, z.rows, r.y, dm);
+    }
+    cu_reduce(c, (size_t)z.rows * dm);
+    for (cu_rank &r : c->rank) {
+        cu_use(r);
+        cu_add_norm(r.st, state_of(c, r), r.y, r.layer[layer].post_ffn_norm,
+                    next ? r.layer[layer + 1].attn_norm : nullptr, c->d.norm_eps, dm, z.rows, nullptr,
+                    next ? r.in32 : nullptr, nullptr);
+    }
+}
+
+// Logits of `n` rows of x, named by row (device), into each rank's logits and on their way to its pinned copy.
+static void run_logits(cuda *c, const float *x, const int32_t *row[CU_MAX_TP], int n)
+{
+    for (cu_rank &r : c->rank) {
+        cu_use(r);
+        cu_add_norm(r.st, cu_state_x(c, r, x), nullptr, nullptr, r.out_norm, c->d.norm_eps, c->d.d_model, n,
+                    row[r.index], r.in32, nullptr);
+        cu_qmv(r.st, r.output, r.in32, n, r.logits, r.n_vocab);
+        CU_MUST(cudaMemcpyAsync(r.logits_host, r.logits, (size_t)n * r.n_vocab * 4, cudaMemcpyDeviceToHost, r.st));
+    }
+}
+
+static void run_begin(cuda *c)
+{
+    for (cu_rank &r : c->rank) {
+        cu_use(r);
+        CU_MUST(cudaMemcpyAsync(r.step_d, r.step_h, r.at.bytes, cudaMemcpyHostToDevice, r.st));
+        cu_kv_apply(r.st, r.kv, in_block<kv_change>(r.step_d, r.at.change), in_block<int32_t>(r.step_d, r.at.n_change),
+                    CU_CHANGES / 4);
+        cu_kv_clear(r.st, r.kv, in_block<uint32_t>(r.step_d, r.at.clear), in_block<int32_t>(r.step_d, r.at.n_clear), 64);
+    }
+}
+
+static void run_victims(cuda *c, int rows)
+{
+    for (cu_rank &r : c->rank) {
+        cu_use(r);
+        cu_kv_victims(r.st, r.kv, in_block<int32_t>(r.step_d, r.at.lane), rows, r.victims);
+        CU_MUST(cudaMemcpyAsync(r.victims_host, r.victims, (size_t)rows * c->d.n_layer * r.n_kv * 4,
+                                cudaMemcpyDeviceToHost, r.st));
+    }
+}
+
+// The whole step, kernel by kernel: straight into the streams, or into a capture.
+static void run_step(cuda *c, const step_size &z)
+{
+    const int32_t *row[CU_MAX_TP];
+    run_begin(c);
+    run_embed(c, z);
+    for (int l = 0; l < c->d.n_layer; l++) {
+        run_attn_in(c, l, z, l > 0);
+        run_attn_decode(c, l, z);
+        run_out_mlp(c, l, z, l + 1 < c->d.n_layer);
+    }
+    for (cu_rank &r : c->rank)
+        row[r.index] = in_block<int32_t>(r.step_d, r.at.row);
+    run_logits(c, c->step_x, row, z.rows);
+    run_victims(c, z.rows);
+}
+
+// Table changes and clears into the block, or ahead of it when they don't fit.
+static void block_end(cuda *c)
+{
+    size_t most = 0;
+    for (const cu_rank &r : c->rank)
+        most = std::max(most, c->change[r.index].size());
+    if (most > CU_CHANGES || c->clear.size() > CU_CLEARS)
+        cu_kv_push(c);
+    for (cu_rank &r : c->rank) {
+        std::vector<kv_change> &ch = c->change[r.index];
+        *in_block<int32_t>(r.step_h, r.at.n_change) = (int32_t)ch.size();
+        if (!ch.empty())
+            memcpy(in_block<kv_change>(r.step_h, r.at.change), ch.data(), ch.size() * sizeof ch[0]);
+        *in_block<int32_t>(r.step_h, r.at.n_clear) = (int32_t)c->clear.size();
+        if (!c->clear.empty())
+            memcpy(in_block<uint32_t>(r.step_h, r.at.clear), c->clear.data(), c->clear.size() * 4);
+        ch.clear();
+    }
+    c->clear.clear();
+}
+
+// Wait for the ranks and take the victims that the step chose.
+static void step_end(cuda *c)
+{
+    int per = c->d.n_layer;
+    for (cu_rank &r : c->rank) {
+        const int32_t *lane = in_block<int32_t>(r.step_h, r.at.lane);
+        cu_use(r);
+        CU_MUST(cudaStreamSynchronize(r.st));
+        CU_MUST(cudaGetLastError());
+        for (int i = 0; i < c->step_rows; i++)
+            for (int l = 0; lane[i] >= 0 && l < per; l++)
+                for (int h = 0; h < r.n_kv; h++) {
+                    size_t at = cu_kv_at(c, lane[i], l, r.kv0 + h);
+                    c->kv.victim[at] = c->s_victim[at] = r.victims_host[((size_t)i * per + l) * r.n_kv + h];
+                }
+    }
+    c->noted.clear();
+}
+
+void cu_step_flush(cuda *c)
+{
+    if (c->noted.empty())
+        return;
+    step_size z = { c->step_rows, std::min((c->step_most + DEC_SPLIT - 1) / DEC_SPLIT, split_most(c)) };
+    block_end(c);
+    run_begin(c);
+    for (const cu_op &o : c->noted)
+        switch (o.kind) {
+        case CU_EMBED:
+            run_embed(c, z);
+            break;
+        case CU_ATTN_IN:
+            run_attn_in(c, o.layer, z, false);
+            break;
+        case CU_ATTN_DECODE:
+            run_attn_decode(c, o.layer, z);
+            break;
+        case CU_OUT_MLP:
+            run_out_mlp(c, o.layer, z, false);
+            break;
+        }
+    run_victims(c, z.rows);
+    step_end(c);
+}
+
+// --- the graph -------------------------------------------------------------------------------------------------
+
+// Rungs: 1 2 4 8 12 16 24 32 48 64 96 ...
+static int ladder(int n)
+{
+    int p = 1;
+    while (p < n)
+        p <<= 1;
+    return p >= 16 && n <= p / 4 * 3 ? p / 4 * 3 : p;
+}
+
+static int pow2(int n)
+{
+    int p = 1;
+    while (p < n)
+        p <<= 1;
+    return p;
+}
+
+static bool whole_step(const cuda *c)
+{
+    const int kind[] = { CU_ATTN_IN, CU_ATTN_DECODE, CU_OUT_MLP };
+    if (c->noted.size() != 1 + 3 * (size_t)c->d.n_layer || c->noted[0].kind != CU_EMBED)
+        return false;
+    for (int i = 0; i < 3 * c->d.n_layer; i++)
+        if (c->noted[1 + i].kind != kind[i % 3] || c->noted[1 + i].layer != i / 3)
+            return false;
+    return true;
+}
+
+// Rows from x to the end of its state: a rung must not run past it.
+static int rows_left(const cuda *c, const float *x)
+{
+    for (const cu_state &s : c->states)
+        if (x >= s.x[0] && x < s.x[0] + (size_t)s.n_row * c->d.d_model)
+            return s.n_row - (int)((x - s.x[0]) / c->d.d_model);
+    return 0;
+}
+
+static void graph_capture(cuda *c, const step_size &z)
+{
+    for (cu_rank &r : c->rank) {
+        cu_use(r);
+        CU_MUST(cudaStreamBeginCapture(r.st, cudaStreamCaptureModeRelaxed));
+    }
+    run_step(c, z);
+    for (cu_rank &r : c->rank) {
+        cudaGraph_t g;
+        cudaGraphExec_t e;
+        cu_use(r);
+        CU_MUST(cudaStreamEndCapture(r.st, &g));
+        CU_MUST(cudaGraphInstantiate(&e, g, 0));
+        CU_MUST(cudaGraphDestroy(g));
+        r.graphs[{ z.rows, z.n_split, c->step_x }] = e;
+    }
+}
+
+static void graph_run(cuda *c, int n)
+{
+    step_size z = { std::min(std::min(ladder(n), c->D), rows_left(c, c->step_x)),
+                    std::min(pow2((c->step_most + DEC_SPLIT - 1) / DEC_SPLIT), split_most(c)) };
+    block_end(c);
+    if (c->rank[0].graphs.find({ z.rows, z.n_split, c->step_x }) == c->rank[0].graphs.end()) {
+        graph_capture(c, z);
+        c->n_captured++;
+    }
+    for (cu_rank &r : c->rank) {
+        cu_use(r);
+        CU_MUST(cudaGraphLaunch(r.graphs[{ z.rows, z.n_split, c->step_x }], r.st));
+    }
+    c->n_graph++;
+}
+
+// Each rank's part of the vocabulary, side by side.
+static void logits_out(cuda *c, int n, float *logits)
+{
+    for (const cu_rank &r : c->rank)
+        for (int i = 0; i < n; i++)
+            memcpy(logits + (size_t)i * c->d.n_vocab + r.vocab0, r.logits_host + (size_t)i * r.n_vocab,
+                   (size_t)r.n_vocab * 4);
+}
+
+static void logits_eager(cuda *c, const float *x, const int32_t *row, int n, float *logits)
+{
+    const int32_t *d_row[CU_MAX_TP];
+    for (cu_rank &r : c->rank) {
+        cu_use(r);
+        cu_stage &s = cu_stage_take(r);
+        memcpy(s.host, row, (size_t)n * 4);
+        cu_stage_send(r, s, (size_t)n * 4);
+        d_row[r.index] = reinterpret_cast<const int32_t *>(r.meta);
+    }
+    run_logits(c, x, d_row, n);
+    for (cu_rank &r : c->rank) {
+        cu_use(r);
+        CU_MUST(cudaStreamSynchronize(r.st));
+        CU_MUST(cudaGetLastError());
+    }
+    logits_out(c, n, logits);
+}
+
+void cu_logits(void *be, const float *x, const int32_t *row, int n, float *logits)
+{
+    cuda *c = static_cast<cuda *>(be);
+    if (n <= c->step_rows && x == c->step_x && whole_step(c)) {
+        for (cu_rank &r : c->rank)
+            memcpy(in_block<int32_t>(r.step_h, r.at.row), row, (size_t)n * 4);
+        graph_run(c, c->step_rows);
+        step_end(c);
+        logits_out(c, n, logits);
+        return;
+    }
+    cu_step_flush(c);
+    for (int i = 0; i < n; i += c->D)
+        logits_eager(c, x, row + i, std::min(c->D, n - i), logits + (size_t)i * c->d.n_vocab);
+}

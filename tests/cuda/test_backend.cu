@@ -1,0 +1,472 @@
+// test_backend.cu - ops_cuda on the shim as a whole: a small random model, prompts, selection and decode, compared with
+// ops_cpu in exact f32; graphs, batches and tensor parallel against the plain run of itself.
+#include "tests/cuda/rig.h"
+
+#include <string>
+
+extern "C" {
+#include "kernels/blocks.h"
+#include "kernels/ops.h"
+extern const struct ops ops_cuda;
+}
+
+using rig::between;
+using rig::close_to;
+using rig::uniform;
+
+// --- a model ---------------------------------------------------------------------------------------------
+
+struct small_model {
+    ops_dims d;
+    std::vector<std::vector<unsigned char>> data;
+    std::vector<ops_layer_src> layer;
+    ops_model_src src;
+
+    kern_tensor tensor(int type, int64_t rows, int64_t cols, float size)
+    {
+        std::vector<unsigned char> v(kern_row_bytes(type, cols) * rows);
+        size_t step = kern_type_block_bytes(type);
+        for (size_t b = 0; b < v.size(); b += step)
+            block(type, &v[b], size);
+        data.push_back(std::move(v));
+        return { data.back().data(), type, rows, cols };
+    }
+    static void half(unsigned char *p, float f)
+    {
+        uint16_t h = kern_f32_to_f16(f);
+        memcpy(p, &h, 2);
+    }
+    // Weights of about +-size.
+    static void block(int type, unsigned char *p, float size)
+    {
+        size_t bytes = kern_type_block_bytes(type);
+        float f = uniform(-size, size);
+        if (type == KERN_F32) {
+            memcpy(p, &f, 4);
+        } else if (type == KERN_F16) {
+            half(p, f);
+        } else { // Q8_0 and Q4_1: any code, a scale to match
+            for (size_t i = 0; i < bytes; i++)
+                p[i] = (unsigned char)rig::rng();
+            half(p, type == KERN_Q8_0 ? size / 127 : size / 7.5f);
+            if (type == KERN_Q4_1)
+                half(p + 2, -size);
+        }
+    }
+    kern_tensor norm(int n)
+    {
+        kern_tensor t = tensor(KERN_F32, 1, n, 0.3f);
+        for (int i = 0; i < n; i++)
+            reinterpret_cast<float *>(data.back().data())[i] += 1.0f;
+        return t;
+    }
+    small_model(int n_layer, int n_kv, int g, int hd, bool extras)
+    {
+        memset(&d, 0, sizeof d);
+        d.n_layer = n_layer;
+        d.d_model = 192;
+        d.n_head = n_kv * g;
+        d.n_kv = n_kv;
+        d.head_dim = hd;
+        d.n_ffn = 320;
+        d.n_vocab = 301;
+        d.rot_dim = hd;
+        d.max_context = 512;
+        d.norm_eps = 1e-5f;
+        d.attn_scale = 1.0f / sqrtf((float)hd);
+        d.rope_base = 10000.0f;
+        d.rope = extras ? KERN_ROPE_HALF : KERN_ROPE_INTERLEAVED;
+        d.act = extras ? KERN_ACT_GELU_TANH : KERN_ACT_SILU;
+        d.embed_scale = extras ? 3.0f : 1.0f;
+        float s = 2.0f / sqrtf(192.0f);
+        int nq = d.n_head * hd, nk = n_kv * hd;
+        data.reserve(2000);
+        const int types[] = { KERN_Q4_1, KERN_Q8_0, KERN_F16 };
+        for (int i = 0; i < n_layer; i++) {
+            ops_layer_src l;
+            int t = types[i % 3];
+            memset(&l, 0, sizeof l);
+            l.attn_norm = norm(192);
+            l.ffn_norm = norm(192);
+            l.wq = tensor(t, nq, 192, 2 * s);
+            l.wk = tensor(t, nk, 192, 2 * s);
+            l.wv = tensor(KERN_Q8_0, nk, 192, s);
+            l.wo = tensor(t, 192, nq, s / 2);
+            l.w_gate = tensor(t, 320, 192, s);
+            l.w_up = tensor(t, 320, 192, s);
+            l.w_down = tensor(t, 192, 320, s / 2);
+            if (extras) {
+                l.bq = tensor(KERN_F32, 1, nq, 0.2f);
+                l.bk = tensor(KERN_F32, 1, nk, 0.2f);
+                l.bv = tensor(KERN_F32, 1, nk, 0.2f);
+                l.q_norm = norm(hd);
+                l.k_norm = norm(hd);
+                l.post_attn_norm = norm(192);
+                l.post_ffn_norm = norm(192);
+            }
+            layer.push_back(l);
+        }
+        src.dims = d;
+        src.embed = tensor(KERN_Q8_0, d.n_vocab, 192, 1.0f);
+        src.output = extras ? tensor(KERN_Q4_1, d.n_vocab, 192, s) : src.embed;
+        src.out_norm = norm(192);
+        src.layer = layer.data();
+    }
+};
+
+// --- a run: what the engine does, in small --------------------------------------------------------------------
+
+struct run_setup {
+    std::vector<std::vector<int>> prompts;
+    int steps, budget;
+    bool by_value, shared, read_between; // read_between: kv_read in every step, so that none can be a graph
+    kern_kv_dtype dtype;
+    std::vector<std::vector<int>> forced; // tokens to feed at decode; empty: greedy
+};
+
+struct run_result {
+    std::vector<std::vector<std::vector<float>>> logits; // [lane][step][vocab]
+    std::vector<std::vector<int>> token;                 // [lane][step]
+    std::vector<int> kept;                               // positions of the last step, lane, layer, head, slot in order
+    std::vector<float> scores, mass;
+    std::vector<long> launches, graphs;                  // per decode step
+};
+
+struct runner {
+    const ops *o;
+    void *be;
+    ops_kv *kv;
+    const small_model &m;
+    const run_setup &s;
+    int lanes;
+    uint32_t next = 0;
+    std::vector<std::vector<kern_rule>> rule; // [lane][layer]
+    run_result out;
+
+    size_t at(int lane, int layer, int h) const
+    {
+        return ((size_t)lane * m.d.n_layer + layer) * m.d.n_kv + h;
+    }
+    void grow(size_t i, int slots)
+    {
+        int have = (kv->len[i] + 31) / 32, need = (slots + 31) / 32;
+        for (int p = have; p < need; p++) {
+            kv->table[i * kv->max_pages + p] = next;
+            o->page_clear(be, &next, 1);
+            next++;
+        }
+        kv->len[i] = slots;
+    }
+    kern_rule make_rule(int layer) const
+    {
+        kern_rule r;
+        memset(&r, 0, sizeof r);
+        r.pool = 1;
+        r.decay = 1;
+        if (layer == 0)
+            return r; // full
+        r.budget = s.budget;
+        r.sink = 2;
+        r.recent = 4;
+        r.pool = 3;
+        r.use_score = true;
+        r.by_value = s.by_value;
+        r.value_eps = 1e-4f;
+        r.head_floor = s.shared ? 0.3f : 1.0f;
+        r.decay = 0.9f;
+        r.weight = 0.5f;
+        return r;
+    }
+    void prefill_layer(int lane, int layer, float *x)
+    {
+        const std::vector<int> &p = s.prompts[lane];
+        int n = (int)p.size();
+        kern_rule &r = rule[lane][layer];
+        for (int h = 0; h < m.d.n_kv; h++)
+            grow(at(lane, layer, h), n);
+        r.pool_to = n - 4;
+        if (r.budget)
+            o->score_begin(be, lane, n);
+        for (int t = 0; t < n; t += OPS_TILE) {
+            int rows = std::min(OPS_TILE, n - t), from = r.budget ? std::max(0, n - 16 - t) : rows;
+            ops_seg seg = { lane, 0, rows, t, t, nullptr, from };
+            std::vector<int32_t> tok(p.begin() + t, p.begin() + t + rows);
+            ops_pass pass = { rows, 1, tok.data(), &seg };
+            float *xt = x + (size_t)t * m.d.d_model;
+            if (layer == 0)
+                o->embed(be, &pass, xt);
+            o->attn_in(be, layer, &pass, xt, nullptr);
+            o->attn_prefill(be, layer, &pass);
+            o->attn_out_mlp(be, layer, &pass, xt);
+        }
+        if (!r.budget)
+            return;
+        std::vector<float> mass(m.d.n_kv);
+        o->select(be, lane, layer, &r, 16, mass.data());
+        out.mass.insert(out.mass.end(), mass.begin(), mass.end());
+        for (int h = 0; h < m.d.n_kv; h++) { // one slot more, as the engine does
+            kv->cap[at(lane, layer, h)]++;
+            kv->victim[at(lane, layer, h)] = -1;
+        }
+    }
+    int pick(int lane, const std::vector<float> &l)
+    {
+        int best = (int)(std::max_element(l.begin(), l.end()) - l.begin());
+        size_t step = out.token[lane].size();
+        if (!s.forced.empty())
+            best = s.forced[lane][step];
+        out.token[lane].push_back(best);
+        out.logits[lane].push_back(l);
+        return best;
+    }
+    void decode(float *x, const std::vector<int> &lane)
+    {
+        int n = (int)lane.size(), nk = m.d.n_kv;
+        std::vector<int32_t> tok(n), row(n), slot((size_t)m.d.n_layer * n * nk);
+        std::vector<ops_seg> seg(n);
+        std::vector<float> logits((size_t)n * m.d.n_vocab);
+        for (int i = 0; i < n; i++) {
+            int pos = (int)s.prompts[lane[i]].size() + (int)out.token[lane[i]].size() - 1;
+            tok[i] = out.token[lane[i]].back();
+            row[i] = i;
+            seg[i] = { lane[i], i, 1, pos, 0, nullptr, i + 1 };
+            for (int l = 0; l < m.d.n_layer; l++)
+                for (int h = 0; h < nk; h++) {
+                    size_t k = at(lane[i], l, h);
+                    int32_t &to = slot[((size_t)l * n + i) * nk + h];
+                    to = kv->len[k] < kv->cap[k] ? kv->len[k] : -1;
+                    if (to >= 0)
+                        grow(k, kv->len[k] + 1);
+                }
+        }
+        ops_pass pass = { n, n, tok.data(), seg.data() };
+        shim::counts before = shim::count;
+        o->embed(be, &pass, x);
+        for (int l = 0; l < m.d.n_layer; l++) {
+            std::vector<kern_rule> r;
+            for (int i = 0; i < n; i++)
+                r.push_back(rule[lane[i]][l]);
+            o->attn_in(be, l, &pass, x, &slot[(size_t)l * n * nk]);
+            o->attn_decode(be, l, &pass, r.data());
+            o->attn_out_mlp(be, l, &pass, x);
+        }
+        if (s.read_between) {
+            int k = kv->len[at(lane[0], 0, 0)];
+            std::vector<int32_t> pos(k);
+            std::vector<float> score(k);
+            o->kv_read(be, lane[0], 0, 0, pos.data(), score.data());
+        }
+        o->logits(be, x, row.data(), n, logits.data());
+        out.launches.push_back(shim::count.kernels - before.kernels + shim::count.copies - before.copies);
+        out.graphs.push_back(shim::count.graphs - before.graphs);
+        for (int i = 0; i < n; i++)
+            pick(lane[i], std::vector<float>(logits.begin() + (long)i * m.d.n_vocab,
+                                             logits.begin() + (long)(i + 1) * m.d.n_vocab));
+    }
+    void read_all()
+    {
+        for (int lane = 0; lane < lanes; lane++)
+            for (int l = 0; l < m.d.n_layer; l++)
+                for (int h = 0; h < m.d.n_kv; h++) {
+                    int n = kv->len[at(lane, l, h)];
+                    std::vector<int32_t> pos(n);
+                    std::vector<float> score(n);
+                    o->kv_read(be, lane, l, h, pos.data(), score.data());
+                    out.kept.insert(out.kept.end(), pos.begin(), pos.end());
+                    out.kept.push_back(kv->victim[at(lane, l, h)]);
+                    out.scores.insert(out.scores.end(), score.begin(), score.end());
+                }
+    }
+    runner(const ops *ops, const small_model &model, const run_setup &setup) : o(ops), m(model), s(setup)
+    {
+        skv_error err;
+        memset(&err, 0, sizeof err);
+        lanes = (int)s.prompts.size();
+        ops_config cfg = { 1, "scalar", o == &ops_cpu, o == &ops_cpu ? KERN_KV_F32 : s.dtype, lanes + 1, 256, 20 };
+        be = o->open(&cfg, &m.src, &err);
+        if (!be || !(kv = o->kv_init(be, (uint32_t)(lanes * m.d.n_layer * m.d.n_kv * 14), &err))) {
+            printf("%s: %s\n", o->name, err.msg);
+            exit(2);
+        }
+        out.logits.resize(lanes);
+        out.token.resize(lanes);
+        std::vector<int> first, all;
+        std::vector<float> l(m.d.n_vocab);
+        for (int lane = 0; lane < lanes; lane++) {
+            rule.emplace_back();
+            for (int i = 0; i < m.d.n_layer; i++)
+                rule[lane].push_back(make_rule(i));
+            int n = (int)s.prompts[lane].size();
+            float *x = o->state_new(be, n, &err);
+            for (int i = 0; i < m.d.n_layer; i++)
+                prefill_layer(lane, i, x);
+            int32_t last = n - 1;
+            o->logits(be, x, &last, 1, l.data());
+            o->state_free(be, x);
+            pick(lane, l);
+            all.push_back(lane);
+        }
+        float *x = o->state_new(be, lanes + 1, &err);
+        for (int i = 0; i < s.steps; i++) { // some steps without the first lane: batches of two sizes
+            std::vector<int> now(all.begin() + (lanes > 1 && i % 4 == 3), all.end());
+            decode(x, now);
+        }
+        read_all();
+        o->state_free(be, x);
+        o->close(be);
+    }
+};
+
+static run_result run(const ops *o, const small_model &m, const run_setup &s)
+{
+    return runner(o, m, s).out;
+}
+
+static std::vector<int> random_prompt(int n, int vocab)
+{
+    std::vector<int> p(n);
+    for (int &t : p)
+        t = between(0, vocab - 1);
+    return p;
+}
+
+static double distance(const std::vector<float> &a, const std::vector<float> &b)
+{
+    double num = 0, den = 0;
+    for (size_t i = 0; i < a.size(); i++) {
+        num += (a[i] - b[i]) * (double)(a[i] - b[i]);
+        den += b[i] * (double)b[i];
+    }
+    return sqrt(num / den);
+}
+
+static bool same_bits(const run_result &a, const run_result &b, int lane)
+{
+    bool ok = a.logits[lane].size() == b.logits[lane].size();
+    for (size_t i = 0; ok && i < a.logits[lane].size(); i++)
+        ok = memcmp(a.logits[lane][i].data(), b.logits[lane][i].data(), a.logits[lane][i].size() * 4) == 0;
+    return ok;
+}
+
+// --- comparisons -----------------------------------------------------------------------------------------------
+
+// Budgets that keep everything first (so that no rounding decides what stays), then real ones with a looser bound.
+static void against_cpu(const small_model &m, run_setup s, const char *name, double tol, double overlap)
+{
+    run_result cpu = run(&ops_cpu, m, s);
+    s.forced = cpu.token;
+    run_result gpu = run(&ops_cuda, m, s);
+    double worst = 0;
+    for (size_t lane = 0; lane < s.prompts.size(); lane++)
+        for (size_t i = 0; i < cpu.logits[lane].size(); i++)
+            worst = std::max(worst, distance(gpu.logits[lane][i], cpu.logits[lane][i]));
+    close_to(name, worst, 0, tol);
+    CHECK(cpu.kept.size() == gpu.kept.size());
+    size_t same = 0, n = std::min(cpu.kept.size(), gpu.kept.size());
+    for (size_t i = 0; i < n; i++)
+        same += cpu.kept[i] == gpu.kept[i];
+    if ((double)same < overlap * (double)n)
+        printf("%s: %zu of %zu kept positions agree\n", name, same, n);
+    CHECK((double)same >= overlap * (double)n);
+    for (size_t i = 0; i < std::min(cpu.mass.size(), gpu.mass.size()); i++)
+        close_to("kept mass", gpu.mass[i], cpu.mass[i], 0.03);
+}
+
+static void graphs_and_batches(const small_model &m, run_setup s)
+{
+    run_result graph = run(&ops_cuda, m, s), eager;
+    run_setup e = s;
+    e.read_between = true;
+    eager = run(&ops_cuda, m, e);
+    CHECK(graph.kept == eager.kept && graph.scores == eager.scores);
+    for (size_t lane = 0; lane < s.prompts.size(); lane++)
+        CHECK(same_bits(graph, eager, (int)lane)); // replays with changed data equal the plain launches
+    // After a shape's first step (the capture), a decode step is one graph launch and nothing else.
+    for (size_t i = 0; i < graph.graphs.size(); i++) {
+        CHECK(graph.graphs[i] == 1 && graph.launches[i] == 0);
+        CHECK(eager.graphs[i] == 0);
+    }
+    // A lane alone gives the same bits as among others.
+    for (size_t lane = 1; lane < s.prompts.size(); lane++) {
+        run_setup one = s;
+        one.prompts = { s.prompts[lane] };
+        CHECK(same_bits(run(&ops_cuda, m, one), { { graph.logits[lane] }, {}, {}, {}, {}, {}, {} }, 0));
+    }
+}
+
+static void tensor_parallel(const small_model &m, const run_setup &s)
+{
+    run_result one = run(&ops_cuda, m, s);
+    setenv("SHIM_DEVICES", "3", 1);
+    for (int n = 2; n <= 3; n++) {
+        setenv("SKVD_TP", std::to_string(n).c_str(), 1);
+        long before = shim::count.reduces;
+        run_result tp = run(&ops_cuda, m, s);
+        long passes = 0;
+        for (const std::vector<int> &p : s.prompts)
+            passes += ((long)p.size() + OPS_TILE - 1) / OPS_TILE;
+        long captured = 2; // decode batches of two sizes: a capture issues the calls once
+        CHECK(shim::count.reduces - before == 2 * m.d.n_layer * (passes + captured));
+        CHECK(tp.token == one.token);
+        CHECK(tp.kept == one.kept);
+        double worst = 0;
+        for (size_t lane = 0; lane < s.prompts.size(); lane++)
+            for (size_t i = 0; i < tp.logits[lane].size(); i++)
+                worst = std::max(worst, distance(tp.logits[lane][i], one.logits[lane][i]));
+        close_to("tensor parallel logits", worst, 0, 0.02);
+    }
+    unsetenv("SKVD_TP");
+    unsetenv("SHIM_DEVICES");
+}
+
+static void refusals(const small_model &m)
+{
+    skv_error err;
+    ops_config cfg = { 1, nullptr, true, KERN_KV_F32, 2, 256, 4 };
+    CHECK(!ops_cuda.open(&cfg, &m.src, &err) && err.code == SKV_BAD_CONFIG);
+    ops_model_src src = m.src;
+    cfg.compute_f32 = false;
+    cfg.kv_dtype = KERN_KV_BF16;
+    src.dims.head_dim = 40;
+    CHECK(!ops_cuda.open(&cfg, &src, &err) && err.code == SKV_BAD_MODEL);
+    setenv("SHIM_MEMORY", "70000000", 1);
+    void *be = ops_cuda.open(&cfg, &m.src, &err);
+    CHECK(!be && err.code == SKV_NO_MEMORY);
+    setenv("SHIM_MEMORY", "300000000", 1);
+    be = ops_cuda.open(&cfg, &m.src, &err);
+    CHECK(be != nullptr);
+    CHECK(be && !ops_cuda.kv_init(be, 1000000, &err) && err.code == SKV_NO_MEMORY);
+    ops_cuda.close(be);
+    unsetenv("SHIM_MEMORY");
+    setenv("SHIM_DEVICES", "0", 1);
+    CHECK(!ops_cuda.open(&cfg, &m.src, &err) && err.code == SKV_BAD_CONFIG);
+    setenv("SHIM_DEVICES", "2", 1);
+    setenv("SKVD_TP", "3", 1);
+    CHECK(!ops_cuda.open(&cfg, &m.src, &err) && err.code == SKV_BAD_CONFIG);
+    unsetenv("SHIM_DEVICES");
+    unsetenv("SKVD_TP");
+}
+
+int main(int argc, char **argv)
+{
+    bool small_run = argc > 1 && strcmp(argv[1], "small") == 0;
+    small_model plain(3, 3, 3, 64, false), extras(2, 2, 2, 80, true);
+    run_setup s = { { random_prompt(33, 301), random_prompt(small_run ? 20 : 290, 301), random_prompt(1, 301) },
+                    small_run ? 3 : 9, 400, false, false, false, KERN_KV_BF16, {} };
+    refusals(plain);
+    against_cpu(plain, s, "bf16, nothing evicted", 0.03, 1.0);
+    s.budget = 20;
+    s.by_value = true;
+    against_cpu(plain, s, "bf16, budget 20", 0.2, 0.8);
+    graphs_and_batches(plain, s);
+    tensor_parallel(plain, s);
+    if (!small_run) {
+        s.shared = true;
+        s.dtype = KERN_KV_INT8;
+        graphs_and_batches(extras, s);
+        s.by_value = s.shared = false;
+        s.budget = 400;
+        against_cpu(extras, s, "int8 and all the extras, nothing evicted", 0.05, 1.0);
+    }
+    return rig::done();
+}
