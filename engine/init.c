@@ -127,7 +127,7 @@ static int take_pool(struct engine *e, enum kern_kv_dtype dtype, struct skv_erro
 
     kern_page_layout_init(&page, dtype, d->head_dim);
     if (bytes <= 0)
-        bytes = (int64_t)((double)memory_available() * KV_SHARE);
+        bytes = e->ops->pool_room != NULL ? (int64_t)e->ops->pool_room(e->be) : (int64_t)((double)memory_available() * KV_SHARE);
     n = bytes / (int64_t)page.bytes;
     if (n > useful_pages(e))
         n = useful_pages(e);

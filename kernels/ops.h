@@ -210,9 +210,17 @@ struct ops {
     int64_t (*now_us)(void *be);
     /* Time in which nothing was computed passes on that clock. NULL without one. */
     void (*idle)(void *be, int64_t us);
+
+    /* Bytes that the pool may take of the backend's own memory, its overhead already off; NULL: host memory, which the
+     * engine measures. */
+    size_t (*pool_room)(void *be);
 };
 
 extern const struct ops ops_cpu, ops_sim;
+/* Only in programs that kernels/cuda's objects are linked into (skvd, where it was configured): NULL elsewhere. */
+extern const struct ops ops_cuda __attribute__((weak));
+/* Is there a device that ops_cuda can run on? If not, why gets a sentence. */
+bool ops_cuda_usable(char *why, size_t size) __attribute__((weak));
 
 /* The backend of a name, or NULL. "auto" gives the best that this build and machine have. */
 const struct ops *ops_find(const char *name);

@@ -1,4 +1,5 @@
 // backend.cu - the CUDA backend: opening, closing, states, and its table of operations.
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -273,8 +274,38 @@ static void cu_host_for(void *, int n, void (*fn)(void *arg, int i), void *arg)
         fn(arg, i);
 }
 
+// What is free, less what selection, scores and prompts' hidden states take as they are needed.
+static size_t cu_pool_room(void *be)
+{
+    cuda *c = static_cast<cuda *>(be);
+    size_t room = SIZE_MAX;
+    for (cu_rank &r : c->rank) {
+        size_t free_bytes = 0, total = 0;
+        cu_use(r);
+        CU_MUST(cudaMemGetInfo(&free_bytes, &total));
+        room = std::min(room, free_bytes / 10 * 9);
+    }
+    return room;
+}
+
+extern "C" bool ops_cuda_usable(char *why, size_t size)
+{
+    int n = 0, major = 0;
+    cudaError_t e = cudaGetDeviceCount(&n);
+    if (e == cudaErrorInsufficientDriver)
+        snprintf(why, size, "no CUDA driver, or one too old");
+    else if (e != cudaSuccess || n < 1)
+        snprintf(why, size, "no CUDA device");
+    else if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) != cudaSuccess || major < 8)
+        snprintf(why, size, "the CUDA device is older than compute capability 8.0");
+    else
+        return true;
+    return false;
+}
+
 extern "C" const ops ops_cuda = {
     BACKEND_NAME, cu_open,     cu_close,          cu_info,           cu_kv_init,    cu_page_clear,  cu_kv_read,
     cu_state_new, cu_state_free, cu_embed_op,     cu_attn_in_op,     cu_attn_prefill_op, cu_attn_decode_op,
     cu_out_mlp_op, cu_score_begin, cu_select_op,  cu_score_read,     cu_logits,     cu_host_for,
+    nullptr,      nullptr,     cu_pool_room,
 };

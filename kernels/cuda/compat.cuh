@@ -134,6 +134,29 @@ __device__ __forceinline__ float warp_max(float v)
     return v;
 }
 
+// Sums over a warp of N values at once (N a power of two), the same bits as warp_sum gives each: lanes share the values
+// out as they add, so N values cost about N + 4 exchanges instead of 5 N. Returns the sum of value `which`; the lanes
+// with (lane & (32 / N - 1)) == 0 hold each once.
+template <int N> __device__ __forceinline__ float warp_sum_many(float v[N], int *which)
+{
+    int lane = threadIdx.x & 31, at = 0, o = 16;
+#pragma unroll
+    for (int n = N; n > 1; n >>= 1, o >>= 1) {
+        bool up = lane & o;
+#pragma unroll
+        for (int i = 0; i < N / 2; i++)
+            if (i < n / 2) {
+                float send = up ? v[i] : v[i + n / 2], keep = up ? v[i + n / 2] : v[i];
+                v[i] = keep + __shfl_xor_sync(FULL_WARP, send, o);
+            }
+        at += up ? n / 2 : 0;
+    }
+    for (; o; o >>= 1)
+        v[0] += __shfl_xor_sync(FULL_WARP, v[0], o);
+    *which = at;
+    return v[0];
+}
+
 __device__ __forceinline__ int warp_sum_int(int v)
 {
     for (int o = 16; o; o >>= 1)

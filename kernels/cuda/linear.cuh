@@ -21,9 +21,10 @@ __device__ __forceinline__ void qmv_rows(const unsigned char *src, size_t row_by
         return;
     const unsigned char *row_a = src + (size_t)o0 * row_bytes;
     const unsigned char *row_b = o0 + 1 < outs ? row_a + row_bytes : row_a;
-    float acc[QMV_OUTS][ROWS];
-    for (int r = 0; r < ROWS; r++)
-        acc[0][r] = acc[1][r] = 0.0f;
+    float acc[2 * ROWS]; // the first output's rows, then the second's
+#pragma unroll
+    for (int r = 0; r < 2 * ROWS; r++)
+        acc[r] = 0.0f;
     for (int u = lane; u < cols / 8; u += 32) {
         float wa[8], wb[8];
         deq<TYPE>::unit(row_a, u >> 2, u & 3, wa);
@@ -36,20 +37,17 @@ __device__ __forceinline__ void qmv_rows(const unsigned char *src, size_t row_by
             float4 hi = *reinterpret_cast<const float4 *>(xr + 16);
             float xs[8] = { lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w };
             for (int i = 0; i < 8; i++) {
-                acc[0][r] = fmaf(wa[i], xs[i], acc[0][r]);
-                acc[1][r] = fmaf(wb[i], xs[i], acc[1][r]);
+                acc[r] = fmaf(wa[i], xs[i], acc[r]);
+                acc[ROWS + r] = fmaf(wb[i], xs[i], acc[ROWS + r]);
             }
         }
     }
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        float a = warp_sum(acc[0][r]), b = warp_sum(acc[1][r]);
-        if (lane == 0 && r < n) {
-            y[(size_t)r * ldy + o0] = a;
-            if (o0 + 1 < outs)
-                y[(size_t)r * ldy + o0 + 1] = b;
-        }
-    }
+    int which, r, o;
+    float sum = warp_sum_many<2 * ROWS>(acc, &which);
+    r = which % ROWS;
+    o = o0 + which / ROWS;
+    if ((lane & (32 / (2 * ROWS) - 1)) == 0 && r < n && o < outs)
+        y[(size_t)r * ldy + o] = sum;
 }
 
 // Grid: (outputs / 8, rows / ROWS).

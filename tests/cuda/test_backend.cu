@@ -132,6 +132,20 @@ struct run_result {
     std::vector<long> launches, graphs;                  // per decode step
 };
 
+static ops_config config(int lanes, kern_kv_dtype dtype)
+{
+    ops_config cfg;
+    memset(&cfg, 0, sizeof cfg);
+    cfg.n_threads = 1;
+    cfg.isa = "scalar";
+    cfg.compute_f32 = dtype == KERN_KV_F32;
+    cfg.kv_dtype = dtype;
+    cfg.max_lanes = lanes;
+    cfg.max_rows = 256;
+    cfg.max_pages = 20;
+    return cfg;
+}
+
 struct runner {
     const ops *o;
     void *be;
@@ -282,7 +296,7 @@ struct runner {
         skv_error err;
         memset(&err, 0, sizeof err);
         lanes = (int)s.prompts.size();
-        ops_config cfg = { 1, "scalar", o == &ops_cpu, o == &ops_cpu ? KERN_KV_F32 : s.dtype, lanes + 1, 256, 20 };
+        ops_config cfg = config(lanes + 1, o == &ops_cpu ? KERN_KV_F32 : s.dtype);
         be = o->open(&cfg, &m.src, &err);
         if (!be || !(kv = o->kv_init(be, (uint32_t)(lanes * m.d.n_layer * m.d.n_kv * 14), &err))) {
             printf("%s: %s\n", o->name, err.msg);
@@ -429,7 +443,7 @@ static void tensor_parallel(const small_model &m, const run_setup &s)
 static void refusals(const small_model &m)
 {
     skv_error err;
-    ops_config cfg = { 1, nullptr, true, KERN_KV_F32, 2, 256, 4 };
+    ops_config cfg = config(2, KERN_KV_F32);
     CHECK(!ops_cuda.open(&cfg, &m.src, &err) && err.code == SKV_BAD_CONFIG);
     ops_model_src src = m.src;
     cfg.compute_f32 = false;
@@ -458,8 +472,8 @@ int main(int argc, char **argv)
 {
     bool small_run = argc > 1 && strcmp(argv[1], "small") == 0;
     small_model plain(3, 3, 3, 64, false), extras(2, 2, 2, 80, true);
-    run_setup s = { { random_prompt(33, 301), random_prompt(small_run ? 20 : 290, 301), random_prompt(1, 301) },
-                    small_run ? 3 : 9, 400, false, false, false, KERN_KV_BF16, {} };
+    run_setup s = { { random_prompt(33, 301), random_prompt(small_run ? 20 : 270, 301), random_prompt(1, 301) },
+                    small_run ? 4 : 6, 400, false, false, false, KERN_KV_BF16, {} };
     refusals(plain);
     against_cpu(plain, s, "bf16, nothing evicted", 0.03, 1.0);
     s.budget = 20;
