@@ -19,6 +19,13 @@ static const struct sim_device device_table[] = {
         .row_bw = 10e9, .launch_us = 3, .graph_us = 3, .step_us = 20, .token_us = 60,
     },
     {
+        .name = "zen4-1core",
+        .title = "one Zen 4 core, AVX2",
+        .source = "measured with tests/bench_sim --fit, SmolLM2-135M Q4_1",
+        .memory = 16 * GIB, .mem_bw = 20e9, .mm_flops = 75e9, .mm_half_rows = 4, .attn_flops = 50e9, .decode_flops = 25e9,
+        .row_bw = 5e9, .launch_us = 1, .graph_us = 1, .step_us = 20, .token_us = 60,
+    },
+    {
         .name = "rtx4090",
         .title = "NVIDIA RTX 4090, 24 GB",
         .source = "NVIDIA Ada architecture white paper, appendix A: 1008 GB/s, 165.2 bf16 TFLOP/s dense with f32 accumulation, 24 GB. "
