@@ -5,6 +5,7 @@
  * fall into steps changes nothing in the results: tiles are cut at multiples of OPS_TILE of the prompt itself.
  */
 #include <assert.h>
+#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -43,8 +44,47 @@ static void group_add(struct prefill_group *g, struct seq *s)
     g->n_row += seq_rows(s);
 }
 
-/* Start a group with the first READY sequence; short prompts bring others along, up to a tile. `short_only`: of at most a
- * tile. */
+static bool in_group(const struct prefill_group *g, const struct seq *s)
+{
+    for (int i = 0; i < g->n_seq; i++)
+        if (g->seq[i] == s)
+            return true;
+    return false;
+}
+
+/* Sequences of a uid whose prompt has begun. */
+static int begun_of(const struct engine *e, uint32_t uid)
+{
+    const struct seq *s;
+    int n = 0;
+
+    TAILQ_FOREACH(s, &e->seqs, link)
+        n += s->uid == uid && (s->state == SEQ_PREFILL || s->state == SEQ_DECODE);
+    return n;
+}
+
+/* The next READY sequence of at most `rows` rows that is not in the group: in the order of admission, so by priority, then the
+ * uid with the fewest at work, then arrival. */
+static struct seq *best_ready(const struct engine *e, const struct prefill_group *g, int rows)
+{
+    struct seq *s, *best = NULL;
+    int best_begun = 0;
+
+    TAILQ_FOREACH(s, &e->seqs, link) {
+        if (s->state != SEQ_READY || s->paused || seq_rows(s) > rows || in_group(g, s))
+            continue;
+        int begun = begun_of(e, s->uid);
+        if (best == NULL || s->req->priority > best->req->priority ||
+            (s->req->priority == best->req->priority && begun < best_begun)) {
+            best = s;
+            best_begun = begun;
+        }
+    }
+    return best;
+}
+
+/* Start a group with the READY sequence whose turn it is; a short prompt brings others along, up to a tile. `short_only`: of at
+ * most a tile. The first is not passed over when its loan has to wait for the other group's end, or it might wait for ever. */
 static bool group_start(struct engine *e, struct prefill_group *g, bool short_only)
 {
     struct skv_error err;
@@ -52,17 +92,11 @@ static bool group_start(struct engine *e, struct prefill_group *g, bool short_on
     int64_t loan = 0, now = core_now_us(e);
 
     memset(g, 0, sizeof *g);
-    TAILQ_FOREACH(s, &e->seqs, link) {
-        if (s->state != SEQ_READY || s->paused || (short_only && seq_rows(s) > OPS_TILE))
-            continue;
-        if (g->n_seq > 0 && (g->n_row + seq_rows(s) > OPS_TILE || g->n_seq == PREFILL_PACK))
-            continue;
-        if (!loan_fits(e, loan + s->transient))
-            continue;
+    s = best_ready(e, g, short_only ? OPS_TILE : INT_MAX);
+    while (s != NULL && loan_fits(e, loan + s->transient)) {
         loan += s->transient;
         group_add(g, s);
-        if (g->n_row >= OPS_TILE)
-            break;
+        s = g->n_row < OPS_TILE && g->n_seq < PREFILL_PACK ? best_ready(e, g, OPS_TILE - g->n_row) : NULL;
     }
     if (g->n_seq == 0)
         return false;

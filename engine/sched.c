@@ -13,6 +13,7 @@
 #include "engine/core.h"
 
 #define BYPASS_MAX 32
+#define BLOCKED_MAX 16 /* that are tried in a round, at most */
 
 struct seq *sched_find_request(struct engine *e, uint64_t request)
 {
@@ -382,10 +383,26 @@ static bool try_admit(struct engine *e, struct seq *s)
     return true;
 }
 
+/* Would it fit if all idle sessions were gone? */
+static bool fits_without_sessions(const struct engine *e, const struct seq *s)
+{
+    int64_t loan = open_transient(e), left = pages_reserved(e->pages);
+    const struct seq *i;
+
+    TAILQ_FOREACH(i, &e->seqs, link)
+        if (i->state == SEQ_IDLE)
+            left -= i->reserved;
+    if (s->transient > loan)
+        loan = s->transient;
+    int64_t more = wanted_pages(e, s) - s->reserved;
+    return left + (more > 0 ? more : 0) + loan <= pages_total(e->pages);
+}
+
+/* Idle sessions go, the least recently used first, but none in vain. */
 static bool admit_with_pressure(struct engine *e, struct seq *s)
 {
     while (!try_admit(e, s)) {
-        struct seq *idle = oldest_session(e);
+        struct seq *idle = fits_without_sessions(e, s) ? oldest_session(e) : NULL;
         if (idle == NULL)
             return false;
         sched_drop_session(e, idle, true);
@@ -395,11 +412,12 @@ static bool admit_with_pressure(struct engine *e, struct seq *s)
 
 /* Waiting sessions can hold memory that each other needs. When nothing runs and the first in turn does not fit, the last one that
  * holds something is given up, said so to its client: the first fits the pool alone, so it then runs. */
-static bool break_standstill(struct engine *e, struct seq *const *blocked, int n)
+static bool break_standstill(struct engine *e, const struct seq *first)
 {
-    for (int i = n - 1; i > 0; i--) {
-        struct seq *s = blocked[i];
-        if (s->lane < 0)
+    struct seq *s;
+
+    TAILQ_FOREACH_REVERSE(s, &e->seqs, seq_list, link) {
+        if (s->state != SEQ_WAITING || s->lane < 0 || s == first)
             continue;
         char name[sizeof s->session];
         memcpy(name, s->session, sizeof name);
@@ -420,27 +438,26 @@ static void note_bypass(struct seq *const *blocked, int n)
 
 void sched_admit(struct engine *e)
 {
-    struct seq *blocked[16], *s;
+    struct seq *blocked[BLOCKED_MAX], *s;
     int n_blocked = 0, active = 0;
 
     TAILQ_FOREACH(s, &e->seqs, link)
         active += seq_active(s);
-    while (active < core_batch(e) && n_blocked < 16) {
-        s = best_waiting(e, (const struct seq *const *)blocked, n_blocked);
-        if (s == NULL && active == 0 && break_standstill(e, blocked, n_blocked)) {
-            n_blocked = 0;
-            continue;
-        }
-        if (s == NULL)
-            return;
-        if (admit_with_pressure(e, s)) {
+    while (active < core_batch(e)) {
+        s = n_blocked < BLOCKED_MAX ? best_waiting(e, (const struct seq *const *)blocked, n_blocked) : NULL;
+        if (s != NULL && admit_with_pressure(e, s)) {
             note_bypass(blocked, n_blocked);
             active++;
-        } else if (s->bypassed >= BYPASS_MAX) {
-            return; /* its turn is next, whatever is behind it */
-        } else {
-            blocked[n_blocked++] = s;
+            continue;
         }
+        if (s != NULL)
+            blocked[n_blocked++] = s;
+        if (s != NULL && s->bypassed < BYPASS_MAX)
+            continue;
+        /* No other may go: there is none, or this one was passed often enough. */
+        if (active > 0 || n_blocked == 0 || !break_standstill(e, blocked[0]))
+            return;
+        n_blocked = 0;
     }
 }
 

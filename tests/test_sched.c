@@ -117,6 +117,37 @@ START_TEST(priority_first)
 }
 END_TEST
 
+/* Prompts that have their memory already are read by priority too, and one client's many don't keep another's waiting. */
+START_TEST(prompts_in_order)
+{
+    for (int by_uid = 0; by_uid < 2; by_uid++) {
+        struct engine_config cfg;
+        struct rig r;
+        int ms, before = 0;
+        rig_config(&cfg);
+        cfg.max_batch = 16;
+        cfg.step_ms = 1;
+        rig_start(&r, &cfg);
+        for (int i = 0; i < 6; i++) {
+            struct engine_request *q = rig_generate(1500, (uint32_t)i, 300);
+            q->uid = 1;
+            rig_submit(&r, q);
+        }
+        rig_step(&r, &ms);
+        rig_step(&r, &ms);
+        struct engine_request *q = rig_generate(1500, 50, 10);
+        q->uid = by_uid ? 2 : 1;
+        q->priority = by_uid ? 0 : 1;
+        int late = rig_submit(&r, q);
+        rig_run(&r);
+        for (int i = 0; i < 6; i++)
+            before += r.req[i].t_first < r.req[late].t_first;
+        ck_assert_int_eq(before, 1); /* the one that was being read */
+        stop(&r);
+    }
+}
+END_TEST
+
 /* One client with forty requests and one with a single one that comes later: it is not behind the forty. */
 START_TEST(fair_between_uids)
 {
@@ -462,6 +493,34 @@ START_TEST(sessions_give_way)
 }
 END_TEST
 
+/* A request that would not fit even without the idle sessions ends none of them: it waits for what runs. */
+START_TEST(sessions_not_dropped_in_vain)
+{
+    struct engine_config cfg;
+    struct rig r;
+
+    rig_config(&cfg);
+    cfg.kv.policy = "full";
+    cfg.kv_memory = pages_needed("full", -1, 1000) * (int64_t)page_bytes();
+    rig_start(&r, &cfg);
+    struct engine_request *q = rig_generate(200, 1, 10);
+    q->session = strdup("s");
+    rig_submit(&r, q);
+    rig_run(&r);
+    int runs = rig_submit(&r, rig_generate(400, 2, 80));
+    rig_run_tokens(&r, runs, 2);
+    int waits = rig_submit(&r, rig_generate(600, 3, 10)); /* 210 + 480 + 610: not even without the session; later beside it */
+    rig_run(&r);
+    ck_assert_int_eq(r.req[waits].code, SKV_OK);
+    q = rig_generate(10, 4, 5);
+    q->session = strdup("s");
+    int again = rig_submit(&r, q);
+    rig_run(&r);
+    ck_assert_msg(r.req[again].code == SKV_OK, "%s", r.req[again].message);
+    stop(&r);
+}
+END_TEST
+
 /* Sessions that together want more than there is: each request ends, with its text or with a clear word, and none hangs. */
 START_TEST(sessions_standstill)
 {
@@ -524,6 +583,37 @@ START_TEST(stale_ids)
 }
 END_TEST
 
+/* The same with more sessions than are tried in a round. */
+START_TEST(sessions_standstill_many)
+{
+    enum { N = 24 };
+    struct engine_config cfg;
+    struct rig r;
+    int ok = 0;
+
+    rig_config(&cfg);
+    cfg.kv.policy = "full";
+    cfg.max_sequences = 32;
+    cfg.kv_memory = pages_needed("full", -1, N * 64) * (int64_t)page_bytes();
+    rig_start(&r, &cfg);
+    for (int round = 0; round < 2; round++) {
+        for (int i = 0; i < N; i++) {
+            char name[16];
+            struct engine_request *q = rig_generate(round == 0 ? 50 : 500, (uint32_t)(round * N + i), 10);
+            snprintf(name, sizeof name, "s%d", i);
+            q->session = strdup(name);
+            rig_submit(&r, q);
+        }
+        rig_run(&r);
+        fine(&r);
+    }
+    for (int i = N; i < 2 * N; i++)
+        ok += r.req[i].code == SKV_OK;
+    ck_assert_int_ge(ok, 3);
+    stop(&r);
+}
+END_TEST
+
 /* Two prompts of 70 % of the pool: one after the other, and progress never goes back (the rig checks). */
 START_TEST(two_large_prompts)
 {
@@ -581,6 +671,7 @@ int main(void)
     tcase_set_timeout(c, 240);
     tcase_add_test(c, same_tokens);
     tcase_add_test(c, priority_first);
+    tcase_add_test(c, prompts_in_order);
     tcase_add_test(c, fair_between_uids);
     tcase_add_test(c, fair_share);
     tcase_add_test(c, large_not_starved);
@@ -591,7 +682,9 @@ int main(void)
     tcase_add_test(c, as_many_as_fit);
     tcase_add_test(c, cancel_anywhere);
     tcase_add_test(c, sessions_give_way);
+    tcase_add_test(c, sessions_not_dropped_in_vain);
     tcase_add_test(c, sessions_standstill);
+    tcase_add_test(c, sessions_standstill_many);
     tcase_add_test(c, stale_ids);
     tcase_add_test(c, two_large_prompts);
     tcase_add_test(c, paused);
