@@ -171,7 +171,9 @@ const char *log_value(const char *s, char *buf, size_t size)
     for (; *s != '\0' && n < size - 3; s++) {
         unsigned char c = (unsigned char)*s;
 
-        buf[n++] = c < 0x20 || c == 0x7f || c == '"' || c == '\\' ? '?' : (char)c;
+        if (c == '"')
+            c = '\'';
+        buf[n++] = c < 0x20 || c == 0x7f || c == '\\' ? '?' : (char)c;
     }
     if (quote)
         buf[n++] = '"';

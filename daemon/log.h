@@ -26,7 +26,8 @@ long log_lost(void); /* lines that could not be written, ever */
 
 void log_line(int level, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
-/* Text from outside as a value: what could break a line or a terminal becomes '?', blanks bring quotes. Returns buf. */
+/* Text from outside as a value: what could break a line or a terminal becomes '?', a double quote a single one; blanks bring
+ * quotes around it. Returns buf. */
 const char *log_value(const char *s, char *buf, size_t size);
 
 #endif
