@@ -110,7 +110,7 @@ static void put_model(struct gb *b, const struct change *c)
 }
 
 static const struct change changes[] = {
-    { NULL },
+    { .says = NULL },
     { .key = "llama.attention.head_count_kv", .says = NULL, .type = GB_U32, .v = KV_HEADS },
     { "lacks llama.block_count", .key = "llama.block_count" },
     { "lacks llama.context_length", .key = "llama.context_length" },
