@@ -42,6 +42,10 @@ int policy_window_choose(const struct policy_params *p, const struct policy_prom
     rule->use_score = true;
     rule->pool = p->pool;
     rule->pool_kind = (enum kern_pool_kind)p->pool_kind;
+    rule->pool_shift = p->pool_shift;
+    rule->wide = p->wide;
+    rule->wide_shift = p->wide_shift;
+    rule->narrow = p->narrow;
     rule->pool_from = 0;
     rule->pool_to = prompt->n_slot - p->recent;
     rule->by_value = p->by_value;
@@ -88,6 +92,8 @@ int policy_resolve(const struct policy *p, const struct engine_kv_options *o, in
             return -1;
     if (r.pool % 2 == 0)
         return skv_fail(err, code, "kv.pool is %d; a width must be odd, such as %d", r.pool, r.pool + 1);
+    if (o->pool != -1 || o->pool_kind != -1)
+        r.pool_shift = r.wide = 0;
     /* A budget that was asked for shrinks a window that was not, down to a quarter of it. */
     if (o->budget != -1 && o->recent == -1 && r.recent > r.budget / 4 && p != &policy_streaming)
         r.recent = r.budget / 4 > 1 ? r.budget / 4 : 1;

@@ -23,6 +23,9 @@ struct policy_params {
     bool by_value;   /* value norms (CriticalKV) */
     float value_eps;
     float head_floor; /* 1: every head the same budget */
+    /* Two smoothings (0: one, as `pool` says); not options of a request: who asks for a pool gets that one alone. */
+    int pool_shift, wide, wide_shift;
+    float narrow;
 };
 
 /* What is known when a layer of one sequence is sparsified. Slots and positions as in ops.h. */

@@ -133,6 +133,9 @@ struct kern_rule {
     /* prefill */
     int32_t pool;    /* odd width of the smoothing over neighbours, 1: none */
     enum kern_pool_kind pool_kind; /* AVG: zero padding, divided by the width. MAX: outside ignored */
+    int32_t pool_shift; /* the window of slot i is centred at i - pool_shift: a score reaches further ahead than back */
+    int32_t wide, wide_shift; /* odd width > 1: a second smoothing, by which the rest of the budget goes; 0: none */
+    float narrow;             /* with `wide`: share of the budget that goes by the first smoothing */
     int32_t pool_from, pool_to; /* slot range that is pooled and pooled over: [pool_from, pool_to) */
     bool use_score;  /* false: no score, the oldest go (streaming) */
     bool by_value;   /* CriticalKV: the second half of the budget goes by (score + value_eps) * |V| norm */

@@ -136,22 +136,23 @@ static uint64_t key_select(const uint64_t *key, int n, int k, uint64_t *tmp)
 
 /* ---- scores and protection ---------------------------------------------------------------------------------- */
 
-static void pool(const struct kern_rule *rule, const float *in, int n, float *out)
+static void pool(const struct kern_rule *rule, int width, int shift, const float *in, int n, float *out)
 {
     int from = rule->pool_from > 0 ? rule->pool_from : 0, to = rule->pool_to < n ? rule->pool_to : n;
-    int half = rule->pool / 2;
+    int half = width / 2;
 
     memcpy(out, in, (size_t)n * sizeof *out);
-    if (rule->pool <= 1)
+    if (width <= 1)
         return;
     for (int i = from; i < to; i++) {
-        int a = i - half > from ? i - half : from, b = i + half < to - 1 ? i + half : to - 1;
-        float sum = 0, max = in[a];
+        int at = i - shift;
+        int a = at - half > from ? at - half : from, b = at + half < to - 1 ? at + half : to - 1;
+        float sum = 0, max = a <= b ? in[a] : 0;
         for (int j = a; j <= b; j++) {
             sum += in[j];
             max = in[j] > max ? in[j] : max;
         }
-        out[i] = rule->pool_kind == KERN_POOL_MAX ? max : sum / rule->pool;
+        out[i] = rule->pool_kind == KERN_POOL_MAX ? max : sum / width;
     }
 }
 
@@ -177,7 +178,7 @@ static void prepare_head(void *arg, int h, int worker)
     for (int i = 0; i < s->n; i++)
         newest = s->pos[i] > newest ? s->pos[i] : newest;
     if (rule->use_score)
-        pool(rule, cpu_score_row(c, job->lane, h), s->n, s->score);
+        pool(rule, rule->pool, rule->pool_shift, cpu_score_row(c, job->lane, h), s->n, s->score);
     else /* the oldest go: the position is the score (exact in f32 up to 2^24) */
         for (int i = 0; i < s->n; i++)
             s->score[i] = (float)s->pos[i];
@@ -267,7 +268,17 @@ static void choose(struct select_head *s, int k)
     s->take -= k;
 }
 
-/* Task: the choice by score; all of it, or the first half where the value norms have a say. */
+/* How many of a head's budget go by the first smoothing alone. */
+static int first_part(const struct kern_rule *rule, const struct select_head *s)
+{
+    if (s->take >= s->n_cand)
+        return s->take;
+    if (rule->wide > 1)
+        return (int)((float)s->take * rule->narrow);
+    return rule->by_value ? s->take / 2 : s->take;
+}
+
+/* Task: the choice by score; all of it, or the first part where the value norms or a wider smoothing have a say. */
 static void choose_by_score(void *arg, int h, int worker)
 {
     const struct select_job *job = arg;
@@ -275,7 +286,7 @@ static void choose_by_score(void *arg, int h, int worker)
 
     (void)worker;
     head_keys(s, h);
-    choose(s, job->rule->by_value && s->take < s->n_cand ? s->take / 2 : s->take);
+    choose(s, first_part(job->rule, s));
 }
 
 /* Task: value norms of a chunk of a head's candidates. */
@@ -315,10 +326,30 @@ static void choose_by_value(void *arg, int h, int worker)
     choose(s, s->take);
 }
 
+/* Task: the rest, by scores smoothed widely: what lies around and after the best, whole passages. */
+static void choose_by_wide(void *arg, int h, int worker)
+{
+    const struct select_job *job = arg;
+    const struct kern_rule *rule = job->rule;
+    struct select_head *s = &job->c->aw->select->head[h];
+
+    (void)worker;
+    if (s->take == 0)
+        return;
+    pool(rule, rule->wide, rule->wide_shift, cpu_score_row(job->c, job->lane, h), s->n, s->score);
+    head_keys(s, h);
+    choose(s, s->take);
+}
+
 static void second_half(struct select_job *job)
 {
     struct cpu *c = job->c;
     struct cpu_select_work *sw = c->aw->select;
+
+    if (job->rule->wide > 1) {
+        workers_run(c->workers, c->d.n_kv, choose_by_wide, job);
+        return;
+    }
 
     sw->chunk[0] = 0;
     for (int h = 0; h < c->d.n_kv; h++) {
@@ -462,7 +493,7 @@ void cpu_select(void *be, int lane, int layer, const struct kern_rule *rule, int
     if (rule->budget > 0) {
         budgets(c, rule);
         workers_run(c->workers, n_kv, choose_by_score, &job);
-        if (rule->by_value)
+        if (rule->by_value || rule->wide > 1)
             second_half(&job);
     } else {
         for (int h = 0; h < n_kv; h++)

@@ -8,7 +8,7 @@
  * over tasks of min(1, score / the full cache's), without nll; KL is from the full cache's distribution on the answer's tokens.
  *
  * VARIANT: name:key=value,...  with share (kept share of all slots), full (layers), alpha, tail (1: the template's closing tokens come
- * on top of alpha), pool, max (1), value (1), eps, floor, sink, recent, shape (budgets fall linearly from 1 + shape to 1 - shape).
+ * on top of alpha), pool, max (1), value (1), eps, floor, sink, recent, shift (the smoothing reaches ahead), shape (budgets fall linearly from 1 + shape to 1 - shape).
  */
 #include <getopt.h>
 #include <math.h>
@@ -27,8 +27,8 @@
 
 struct variant {
     char name[64];
-    double share, eps, floor, shape;
-    int full, alpha, tail, pool, max, value, sink, recent, skip;
+    double share, eps, floor, shape, narrow;
+    int full, alpha, tail, pool, max, value, sink, recent, shift, wide, wshift;
     double score[TASKS], kl, kl_n, slots, seconds;
 };
 
@@ -234,7 +234,8 @@ static void pick_layer(int layer, void *arg)
         return;
     b *= 1 + v->shape * (1 - 2.0 * sparse / (n_sparse - 1));
     struct kern_rule rule = { .budget = (int)(b + 0.5), .sink = v->sink, .recent = v->recent, .pool = v->pool,
-                              .pool_kind = v->max ? KERN_POOL_MAX : KERN_POOL_AVG, .pool_to = p->n - v->recent, .use_score = v->alpha > 0,
+                              .pool_kind = v->max ? KERN_POOL_MAX : KERN_POOL_AVG, .pool_to = p->n - v->recent, .pool_shift = v->shift, .wide = v->wide, .wide_shift = v->wshift,
+                              .narrow = (float)v->narrow, .use_score = v->alpha > 0,
                               .by_value = v->value, .value_eps = (float)v->eps, .head_floor = (float)v->floor, .decay = 1 };
     if (rule.budget < v->sink + v->recent)
         rule.budget = v->sink + v->recent;
@@ -286,6 +287,15 @@ static int find_task(const char *name)
     return n_task++;
 }
 
+static double total(void)
+{
+    double n = 0;
+
+    for (int t = 0; t < n_task; t++)
+        n += task_n[t];
+    return n;
+}
+
 static void report(void)
 {
     printf("%-34s %6s", "variant", "kept");
@@ -297,18 +307,17 @@ static void report(void)
     printf("   n %.0f\n", task_n[0]);
     for (int i = 0; i < n_var; i++) {
         struct variant *v = &var[i];
-        double mean = 0, n = 0, all = 0;
-        printf("%-34s %6.3f", v->name, 0.0);
+        double mean = 0, n = 0;
+        printf("%-34s %6.3f", v->name, v->slots / total());
         for (int t = 0; t < n_task; t++) {
             printf(" %9.3f", v->score[t] / task_n[t]);
-            all += task_n[t];
             bool nll = strcmp(task_name[t], "continue") == 0 || strcmp(task_name[t], "repeats") == 0;
             if (nll || full_score[t] == 0)
                 continue;
             mean += fmin(1, v->score[t] / full_score[t]);
             n++;
         }
-        printf("  %6.3f %6.3f %6.2f  kept %.3f\n", mean / n, v->kl / v->kl_n, v->seconds / all, v->slots / all);
+        printf("  %6.3f %6.3f %6.2f\n", mean / n, v->kl / v->kl_n, v->seconds / total());
     }
     fflush(stdout);
 }
@@ -318,7 +327,7 @@ static void parse_variant(char *s)
     struct variant *v = &var[n_var++];
     char *spec = strchr(s, ':');
 
-    *v = (struct variant){ .share = 0.19, .eps = 1e-4, .floor = 0.2, .alpha = 16, .tail = 1, .pool = 21, .value = 1, .sink = 4, .recent = 32 };
+    *v = (struct variant){ .share = 0.19, .eps = 1e-4, .floor = 0.2, .alpha = 16, .tail = 1, .pool = 21, .value = 1, .sink = 4, .recent = 32, .narrow = 0.5 };
     if (spec != NULL)
         *spec++ = '\0';
     snprintf(v->name, sizeof v->name, "%s", s);
@@ -330,7 +339,9 @@ static void parse_variant(char *s)
         struct { const char *k; int *i; double *d; } key[] = {
             { "share", NULL, &v->share }, { "eps", NULL, &v->eps }, { "floor", NULL, &v->floor }, { "shape", NULL, &v->shape },
             { "full", &v->full, NULL }, { "alpha", &v->alpha, NULL }, { "tail", &v->tail, NULL }, { "pool", &v->pool, NULL },
-            { "max", &v->max, NULL }, { "value", &v->value, NULL }, { "sink", &v->sink, NULL }, { "recent", &v->recent, NULL } };
+            { "max", &v->max, NULL }, { "value", &v->value, NULL }, { "sink", &v->sink, NULL }, { "recent", &v->recent, NULL },
+            { "shift", &v->shift, NULL },
+            { "wide", &v->wide, NULL }, { "wshift", &v->wshift, NULL }, { "narrow", NULL, &v->narrow } };
         bool found = false;
         for (size_t i = 0; i < sizeof key / sizeof *key; i++)
             if (strcmp(key[i].k, k) == 0) {
