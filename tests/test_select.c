@@ -24,7 +24,7 @@ void cpu_value_norm(struct cpu *c, int layer, int kv_head, const float *v, int n
 struct ref_head {
     int n;
     int32_t pos[MAX_N];
-    float score[MAX_N], pooled[MAX_N], value[MAX_N];
+    float score[MAX_N], pooled[MAX_N], value[MAX_N], wide[MAX_N];
     bool keep[MAX_N], safe[MAX_N];
 };
 
@@ -36,20 +36,22 @@ static bool ref_safe(const struct kern_rule *rule, int32_t pos, int32_t newest)
     return safe;
 }
 
-static void ref_pool(const struct kern_rule *rule, struct ref_head *h)
+static void ref_pool(const struct kern_rule *rule, int width, int shift, struct ref_head *h, float *out)
 {
     for (int i = 0; i < h->n; i++) {
         float sum = 0, max = -INFINITY;
-        h->pooled[i] = rule->use_score ? h->score[i] : (float)h->pos[i];
-        if (!rule->use_score || rule->pool <= 1 || i < rule->pool_from || i >= rule->pool_to)
+        out[i] = rule->use_score ? h->score[i] : (float)h->pos[i];
+        if (!rule->use_score || width <= 1 || i < rule->pool_from || i >= rule->pool_to)
             continue;
-        for (int j = i - rule->pool / 2; j <= i + rule->pool / 2; j++) {
+        bool any = false;
+        for (int j = i - shift - width / 2; j <= i - shift + width / 2; j++) {
             if (j < rule->pool_from || j >= rule->pool_to || j >= h->n)
                 continue;
+            any = true;
             sum += h->score[j];
             max = h->score[j] > max ? h->score[j] : max;
         }
-        h->pooled[i] = rule->pool_kind == KERN_POOL_MAX ? max : sum / (float)rule->pool;
+        out[i] = rule->pool_kind == KERN_POOL_MAX ? (any ? max : 0) : sum / (float)width;
     }
 }
 
@@ -115,15 +117,17 @@ static void ref_select(const struct kern_rule *rule, struct ref_head *h, int n_k
             h[k].safe[i] = ref_safe(rule, h[k].pos[i], newest);
             h[k].keep[i] = false;
         }
-        ref_pool(rule, &h[k]);
+        ref_pool(rule, rule->pool, rule->pool_shift, &h[k], h[k].pooled);
+        ref_pool(rule, rule->wide, rule->wide_shift, &h[k], h[k].wide);
         for (int i = 0; i < h[k].n; i++)
             h[k].value[i] = (h[k].pooled[i] * (1.0f / (float)n_query) + rule->value_eps) * h[k].value[i];
     }
     ref_budgets(rule, h, n_kv, take);
     for (int k = 0; k < n_kv; k++) {
-        int first = rule->by_value ? take[k] / 2 : take[k];
+        bool wide = rule->wide > 1 && rule->use_score;
+        int first = wide ? (int)((float)take[k] * rule->narrow) : rule->by_value ? take[k] / 2 : take[k];
         for (int i = 0; i < take[k]; i++)
-            h[k].keep[ref_best(&h[k], i < first ? h[k].pooled : h[k].value, NULL)] = true;
+            h[k].keep[ref_best(&h[k], i < first ? h[k].pooled : wide ? h[k].wide : h[k].value, NULL)] = true;
         for (int i = 0; i < h[k].n; i++)
             h[k].keep[i] = h[k].keep[i] || h[k].safe[i];
     }
@@ -224,6 +228,12 @@ static void random_rule(uint64_t *seed, int n, struct kern_rule *rule, struct ke
     };
     if (dice(seed, 3) == 0)
         rule->pool = 1;
+    if (dice(seed, 2) == 0) {
+        rule->pool_shift = (int32_t)dice(seed, 20);
+        rule->wide = 1 + 2 * (int32_t)dice(seed, 30);
+        rule->wide_shift = (int32_t)dice(seed, 40);
+        rule->narrow = (float)dice(seed, 11) * 0.1f;
+    }
 }
 
 START_TEST(select_equals_reference)

@@ -273,7 +273,7 @@ static int first_part(const struct kern_rule *rule, const struct select_head *s)
 {
     if (s->take >= s->n_cand)
         return s->take;
-    if (rule->wide > 1)
+    if (rule->wide > 1 && rule->use_score)
         return (int)((float)s->take * rule->narrow);
     return rule->by_value ? s->take / 2 : s->take;
 }
@@ -346,7 +346,7 @@ static void second_half(struct select_job *job)
     struct cpu *c = job->c;
     struct cpu_select_work *sw = c->aw->select;
 
-    if (job->rule->wide > 1) {
+    if (job->rule->wide > 1 && job->rule->use_score) {
         workers_run(c->workers, c->d.n_kv, choose_by_wide, job);
         return;
     }
