@@ -39,9 +39,9 @@
 struct kern_attn_block {
     int hd;     /* head_dim rounded up to 16 */
     int n_page; /* 1 .. KERN_ATTN_PAGES */
-    /* k[i], v[i]: K and V of page i, in the page or in a panel. k[n_page] and v[n_page] are valid addresses to
-     * prefetch from (where the work goes on), or repeat an earlier one. */
-    const unsigned char *k[KERN_ATTN_PAGES + 1], *v[KERN_ATTN_PAGES + 1];
+    /* k[i], v[i]: K and V of page i, in the page or in a panel. The two that follow the last are valid addresses to
+     * prefetch from: where the work goes on, or an earlier one again. */
+    const unsigned char *k[KERN_ATTN_PAGES + 2], *v[KERN_ATTN_PAGES + 2];
     const float *k_scale[KERN_ATTN_PAGES], *v_scale[KERN_ATTN_PAGES]; /* [32] each; int8 only, else NULL */
 };
 

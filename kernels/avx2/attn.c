@@ -42,7 +42,7 @@ INLINE void qk_rows(const struct kern_attn_block *b, const char *q, const int n_
 {
     for (int i = 0; i < b->n_page; i++)
         for (int j = 0; j < SLOTS; j += 8 * n_col)
-            qk_tile((const float *)b->k[i] + j, b->k[i + 1] + j * 4, b->hd, q, n_row, n_col,
+            qk_tile((const float *)b->k[i] + j, b->k[i + 2] + j * 4, b->hd, q, n_row, n_col,
                     b->k_scale[i] ? b->k_scale[i] + j : NULL, s + i * SLOTS + j);
 }
 
@@ -104,7 +104,7 @@ INLINE void pv_tile(const struct kern_attn_block *b, const char *p, const int n_
         for (int c = 0; c < n_col; c++)
             acc[r][c] = _mm256_mul_ps(_mm256_loadu_ps(o + r * b->hd + d + c * 8), _mm256_set1_ps(alpha[r]));
     for (int i = 0; i < b->n_page; i++, p += SLOTS * sizeof(float)) {
-        const float *v = (const float *)b->v[i] + d, *next = (const float *)b->v[i + 1] + d;
+        const float *v = (const float *)b->v[i] + d, *next = (const float *)b->v[i + 2] + d;
         for (int j = 0; j < SLOTS; j++, v += b->hd, next += b->hd) {
             __m256 x[4];
             prefetch_line(next, 0);

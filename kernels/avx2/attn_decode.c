@@ -59,7 +59,7 @@ INLINE void qk_bf16_rows(const struct kern_attn_block *b, const char *q, const i
 {
     for (int i = 0; i < b->n_page; i++)
         for (int j = 0; j < SLOTS; j += 8 * n_col)
-            qk_bf16_tile(b->k[i] + j * 4, b->k[i + 1] + j * 4, b->hd, q, n_row, n_col, s + i * SLOTS + j);
+            qk_bf16_tile(b->k[i] + j * 4, b->k[i + 2] + j * 4, b->hd, q, n_row, n_col, s + i * SLOTS + j);
 }
 
 static void qk_bf16(const struct kern_attn_block *b, const void *q, int n_row, float *s)
@@ -91,7 +91,7 @@ INLINE void pv_bf16_tile(const struct kern_attn_block *b, const char *p, const i
         for (int c = 0; c < n_col; c++)
             acc[r][c] = _mm256_mul_ps(_mm256_loadu_ps(o + r * b->hd + d + c * 8), _mm256_set1_ps(alpha[r]));
     for (int i = 0; i < b->n_page; i++, p += SLOTS * sizeof(float)) {
-        const unsigned char *v = b->v[i] + d * 4, *next = b->v[i + 1] + d * 4;
+        const unsigned char *v = b->v[i] + d * 4, *next = b->v[i + 2] + d * 4;
         for (int j = 0; j < SLOTS; j += 2, v += stride, next += stride) {
             prefetch_line(next, 0);
             if (n_col > 2)
@@ -228,7 +228,7 @@ INLINE void qk_int8_rows(const struct kern_attn_block *b, const char *q, const i
 {
     for (int i = 0; i < b->n_page; i++)
         for (int j = 0; j < SLOTS; j += 8 * n_col)
-            qk_int8_tile(b->k[i] + j * 4, b->k[i + 1] + j * 4, b->hd, q, n_row, n_col, b->k_scale[i] + j,
+            qk_int8_tile(b->k[i] + j * 4, b->k[i + 2] + j * 4, b->hd, q, n_row, n_col, b->k_scale[i] + j,
                          s + i * SLOTS + j);
 }
 
@@ -260,7 +260,7 @@ INLINE void pv_int8_tile(const struct kern_attn_block *b, const char *p, const i
         for (int c = 0; c < n_col; c++)
             acc[r][c] = _mm256_mul_ps(_mm256_loadu_ps(o + r * b->hd + d + c * 8), _mm256_set1_ps(alpha[r]));
     for (int i = 0; i < b->n_page; i++, p += SLOTS * sizeof(float)) {
-        const unsigned char *v = b->v[i] + d, *next = b->v[i + 1] + d;
+        const unsigned char *v = b->v[i] + d, *next = b->v[i + 2] + d;
         for (int j = 0; j < SLOTS; j++, v += b->hd, next += b->hd) {
             prefetch_line(next, 0);
 #pragma GCC unroll 4

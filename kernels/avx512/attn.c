@@ -9,7 +9,7 @@ INLINE void qk_rows(const struct kern_attn_block *b, const char *q, const int n_
     size_t q_bytes = KERN_ATTN_Q_BYTES(b->hd);
     for (int i = 0; i < b->n_page; i++) {
         const float *k = (const float *)b->k[i];
-        const unsigned char *next = b->k[i + 1];
+        const unsigned char *next = b->k[i + 2];
         __m512 acc[KERN_ATTN_TILE][2];
 #pragma GCC unroll 12
         for (int r = 0; r < n_row; r++)
@@ -84,7 +84,7 @@ INLINE void pv_tile(const struct kern_attn_block *b, const char *p, const int n_
             acc[r][c] = _mm512_mul_ps(_mm512_loadu_ps(o + r * b->hd + d + c * 16), _mm512_set1_ps(alpha[r]));
     for (int i = 0; i < b->n_page; i++) {
         const float *v = (const float *)b->v[i] + d;
-        const unsigned char *next = b->v[i + 1] + (size_t)d * 4;
+        const unsigned char *next = b->v[i + 2] + (size_t)d * 4;
         for (int j = 0; j < SLOTS; j++, v += b->hd, next += (size_t)b->hd * 4) {
             __m512 x[4];
 #pragma GCC unroll 4

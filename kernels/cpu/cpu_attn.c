@@ -202,8 +202,10 @@ static void block_set(const struct cpu *c, const struct kern_attn_form *form, co
             b->v[i] = page + pl->v;
         }
     }
-    b->k[b->n_page] = b->v[0];
-    b->v[b->n_page] = b->v[b->n_page - 1];
+    int last = b->n_page - 1;
+    b->k[last + 1] = b->v[0];
+    b->k[last + 2] = b->v[last > 0];
+    b->v[last + 1] = b->v[last + 2] = b->v[last];
 }
 
 /* What the n packed rows from `row` on (row = query * g + j, query 0 at slot `own`) see of the block at slot0; returns
@@ -534,8 +536,8 @@ static void decode_task(void *arg, int item, int worker)
     block_set(c, form, table, slot0, c->kv.len[at] - slot0, w->panel, &b);
     /* This worker's next split is likely the one after the other workers'. */
     int ahead = slot0 + workers_count(c->workers) * KERN_ATTN_BLOCK;
-    if (!form->panel && ahead < c->kv.len[at])
-        b.v[b.n_page] = cpu_page(c, table[ahead / SLOTS]) + c->kv.page.k;
+    for (int i = 0; i < 2 && !form->panel && ahead + i * SLOTS < c->kv.len[at]; i++)
+        b.v[b.n_page + i] = cpu_page(c, table[ahead / SLOTS + i]) + c->kv.page.k;
     pack_group(c, form, seg->row0, head, w->q);
     memset(rec.o, 0, (size_t)c->g * b.hd * sizeof *rec.o);
     for (int r = 0, n; r < c->g; r += n) {
