@@ -111,7 +111,7 @@ static void floats(struct wire_buf *b, const float *v, int n)
 void reply_score(struct wire_buf *b, uint32_t msgid, const struct engine_result *r)
 {
     wire_response(b, msgid);
-    wire_map(b, 5 + (r->score_argmax != NULL ? 1 : 0) + (r->n_top > 0 ? 1 : 0));
+    wire_map(b, 5 + (r->score_argmax != NULL) + (r->n_top > 0) + (r->cand_lp != NULL));
     wire_str(b, "tokens");
     wire_ints(b, r->tokens, r->n_tokens);
     wire_str(b, "logprobs");
@@ -132,6 +132,12 @@ void reply_score(struct wire_buf *b, uint32_t msgid, const struct engine_result 
         wire_array(b, (uint32_t)r->n_tokens);
         for (int i = 0; i < r->n_tokens; i++)
             top_list(b, r->top + (size_t)i * (size_t)r->n_top, r->n_top);
+    }
+    if (r->cand_lp != NULL) {
+        wire_str(b, "candidates");
+        wire_array(b, (uint32_t)r->n_cand_from);
+        for (int i = 0; i < r->n_cand_from; i++)
+            floats(b, r->cand_lp + r->cand_from[i], r->cand_from[i + 1] - r->cand_from[i]);
     }
 }
 

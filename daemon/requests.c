@@ -274,6 +274,11 @@ static struct engine_request *to_engine(const struct server *s, const struct cli
         er->pin_system = a->pin_system;
     } else if (m->id == METHOD_SCORE) {
         er->refeed = a->refeed;
+        er->logprobs = a->logprobs;
+        er->cand = a->candidates.v;
+        er->cand_from = a->candidates.from;
+        er->n_cand_from = a->candidates.n;
+        memset(&a->candidates, 0, sizeof a->candidates);
         er->has_cont_text = a->cont_text.s != NULL;
         er->cont_text = take_text(&a->cont_text);
         take_tokens(&a->cont_tokens, &er->cont_tokens, &er->n_cont_tokens);

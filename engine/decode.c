@@ -31,6 +31,20 @@ struct choice {
     int n_vocab;
 };
 
+/* Log-probabilities of the tokens that a score request asks about here. The likeliest token's, which is finite, gives the
+ * logarithm of the sum without another pass over the vocabulary. */
+static void score_candidates(struct seq *s, const float *logits)
+{
+    const struct engine_request *r = s->req;
+
+    if (s->cand_lp == NULL || s->n_answer >= r->n_cand_from)
+        return;
+    for (int i = r->cand_from[s->n_answer]; i < r->cand_from[s->n_answer + 1]; i++) {
+        float lp = logits[r->cand[i]] - logits[s->top_id[0]] + s->top_lp[0];
+        s->cand_lp[i] = lp > -1e30f ? lp : -1e30f;
+    }
+}
+
 /* On a worker: logits of row i to the sequence's next token. */
 static void choose_row(void *arg, int i)
 {
@@ -46,6 +60,8 @@ static void choose_row(void *arg, int i)
         s->next_lp = sampler_logprobs(logits, c->n_vocab, s->next, s->n_top, s->top_id, s->top_lp);
         best = s->top_id[0];
         s->cont_best[s->n_answer] = best;
+        if (best >= 0)
+            score_candidates(s, logits);
         if (isnan(s->next_lp))
             s->next = -1;
         return;

@@ -136,11 +136,16 @@ static void result_score(struct seq *s, struct engine_result *r)
     r->n_tokens = s->n_answer;
     r->logprobs = s->cont_lp;
     r->score_argmax = s->cont_best;
+    r->cand_lp = s->cand_lp;
+    r->cand_from = s->req->cand_from;
+    r->n_cand_from = s->req->n_cand_from;
     r->sum = s->cont_sum;
     r->top = s->cont_top;
     r->n_top = s->cont_top != NULL ? s->req->logprobs : 0;
     s->cont.id = NULL;
     s->cont_lp = NULL;
+    s->cand_lp = NULL;
+    s->req->cand_from = NULL;
     s->cont_best = NULL;
     s->cont_top = NULL;
 }

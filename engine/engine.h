@@ -139,6 +139,9 @@ struct engine_request {
     struct engine_text cont_text;
     int32_t *cont_tokens;
     int n_cont_tokens;
+    int32_t *cand;     /* tokens whose log-probabilities are wanted too: of continuation token i, those from */
+    int *cand_from;    /* cand_from[i] up to cand_from[i + 1]; [n_cand_from + 1]; NULL: none */
+    int n_cand_from;
     bool refeed;
 
     /* SEQUENCES: all_uids; KEPT: sequence id */
@@ -197,6 +200,9 @@ struct engine_result {
     int64_t slots_full, slots_kept; /* summed over layers and KV heads */
     int64_t kv_bytes, kv_bytes_full_cache;
     int32_t *score_argmax;   /* SCORE: [n_tokens] the token that was most likely there */
+    float *cand_lp;          /* SCORE with candidates: [cand_from[n_cand_from]], as asked; what was not reached is 0 */
+    int *cand_from;
+    int n_cand_from;
     struct engine_top *top;  /* SCORE with logprobs n: [n_tokens][n_top] alternatives, most likely first */
     int n_top;
 };

@@ -48,6 +48,8 @@ void engine_request_free(struct engine_request *r)
     free(r->pin);
     free(r->cont_text.s);
     free(r->cont_tokens);
+    free(r->cand);
+    free(r->cand_from);
     free(r->set_name);
     free(r->priv);
     free(r);
@@ -70,6 +72,8 @@ static void result_free(struct engine_result *r)
     free(r->logprobs);
     free(r->stop.s);
     free(r->score_argmax);
+    free(r->cand_lp);
+    free(r->cand_from);
     free(r);
 }
 

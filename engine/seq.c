@@ -18,10 +18,12 @@ static void free_answer(struct seq *s)
         free(s->cont_top[i].text.s);
     free(s->cont_top);
     free(s->cont_lp);
+    free(s->cand_lp);
     free(s->cont_best);
     free(s->cont.id);
     s->cont_top = NULL;
     s->cont_lp = NULL;
+    s->cand_lp = NULL;
     s->cont_best = NULL;
     memset(&s->cont, 0, sizeof s->cont);
 }

@@ -79,6 +79,7 @@ struct seq {
     float *cont_lp;
     int32_t *cont_best;
     struct engine_top *cont_top; /* [cont.n][logprobs] */
+    float *cand_lp;              /* of the request's candidates */
     double cont_sum;
 
     /* time, microseconds of CLOCK_MONOTONIC; 0: not yet */

@@ -97,6 +97,14 @@ static int encode_continuation(struct engine *e, struct seq *s, struct skv_error
     } else if (push_tokens(e, &s->cont, r->cont_tokens, r->n_cont_tokens, "continuation", err) < 0) {
         return -1;
     }
+    if (r->cand_from != NULL && r->n_cand_from > s->cont.n)
+        return skv_fail(err, SKV_BAD_REQUEST, "candidates has %d lists, the continuation %d tokens", r->n_cand_from, s->cont.n);
+    for (int i = 0; r->cand_from != NULL && i < r->cand_from[r->n_cand_from]; i++)
+        if (r->cand[i] < 0 || r->cand[i] >= tok_vocab(e->model.tok))
+            return skv_fail(err, SKV_BAD_REQUEST, "candidates has token %d; token ids of this model are 0 to %d", r->cand[i],
+                            tok_vocab(e->model.tok) - 1);
+    if (r->cand_from != NULL && (s->cand_lp = calloc((size_t)r->cand_from[r->n_cand_from] + 1, sizeof *s->cand_lp)) == NULL)
+        return skv_fail(err, SKV_INTERNAL, "no memory");
     n = s->cont.n > 0 ? (size_t)s->cont.n : 1;
     s->cont_lp = calloc(n, sizeof *s->cont_lp);
     s->cont_best = calloc(n, sizeof *s->cont_best);

@@ -187,6 +187,18 @@ static int get_texts(const struct field *f, const struct wire_value *v, struct a
     return 0;
 }
 
+static int get_token(const char *name, int i, const struct wire_value *e, int32_t *out, struct skv_error *err)
+{
+    int64_t t;
+
+    if (!wire_get_int(e, &t))
+        return skv_fail(err, SKV_BAD_REQUEST, "%s[%d] is %s, it must be a token id", name, i, wire_type_name(wire_type(e)));
+    if (t < 0 || t > INT32_MAX)
+        return skv_fail(err, SKV_BAD_REQUEST, "%s[%d] is %lld, which is no token id of the model", name, i, (long long)t);
+    *out = (int32_t)t;
+    return 0;
+}
+
 static int get_tokens(const struct field *f, const struct wire_value *v, struct args_tokens *out, struct skv_error *err)
 {
     int n = get_count(f, v, "token ids", err);
@@ -197,18 +209,41 @@ static int get_tokens(const struct field *f, const struct wire_value *v, struct 
     if (out->v == NULL)
         return no_memory(err);
     out->n = n;
-    for (int i = 0; i < n; i++) {
-        const struct wire_value *e = wire_at(v, (uint32_t)i);
-        int64_t t;
+    for (int i = 0; i < n; i++)
+        if (get_token(f->name, i, wire_at(v, (uint32_t)i), &out->v[i], err) < 0)
+            return -1;
+    return 0;
+}
 
-        if (!wire_get_int(e, &t))
-            return skv_fail(err, SKV_BAD_REQUEST, "%s[%d] is %s, it must be a token id", f->name, i,
-                            wire_type_name(wire_type(e)));
-        if (t < 0 || t > INT32_MAX)
-            return skv_fail(err, SKV_BAD_REQUEST, "%s[%d] is %lld, which is no token id of the model", f->name, i,
-                            (long long)t);
-        out->v[i] = (int32_t)t;
+static int get_token_lists(const struct field *f, const struct wire_value *v, struct args_token_lists *out, struct skv_error *err)
+{
+    int n = get_count(f, v, "arrays of token ids", err), at = 0;
+    double sum = 0;
+
+    if (n < 0)
+        return -1;
+    for (int i = 0; i < n; i++) {
+        const struct wire_value *list = wire_at(v, (uint32_t)i);
+        if (wire_type(list) != WIRE_ARRAY)
+            return skv_fail(err, SKV_BAD_REQUEST, "%s[%d] is %s, it must be an array of token ids", f->name, i,
+                            wire_type_name(wire_type(list)));
+        sum += wire_count(list);
     }
+    if (sum > f->max)
+        return skv_fail(err, SKV_BAD_REQUEST, "%s has %.0f token ids in all, it may have %.0f", f->name, sum, f->max);
+    out->v = malloc(((size_t)sum + 1) * sizeof *out->v);
+    out->from = malloc(((size_t)n + 1) * sizeof *out->from);
+    if (out->v == NULL || out->from == NULL)
+        return no_memory(err);
+    out->n = n;
+    for (int i = 0; i < n; i++) {
+        const struct wire_value *list = wire_at(v, (uint32_t)i);
+        out->from[i] = at;
+        for (uint32_t k = 0; k < wire_count(list); k++)
+            if (get_token(f->name, i, wire_at(list, k), &out->v[at++], err) < 0)
+                return -1;
+    }
+    out->from[n] = at;
     return 0;
 }
 
@@ -316,6 +351,8 @@ static int decode_field(const struct field *f, const struct wire_value *v, struc
         return get_texts(f, v, to, err);
     case FIELD_TOKENS:
         return get_tokens(f, v, to, err);
+    case FIELD_TOKEN_LISTS:
+        return get_token_lists(f, v, to, err);
     case FIELD_TEXT_OR_TOKENS:
         if (wire_type(v) == WIRE_ARRAY)
             return get_tokens(f, v, field_at(a, f->off_set), err);
@@ -515,6 +552,8 @@ void args_fini(struct args *a)
     free(a->messages.v);
     free(a->tokens.v);
     free(a->cont_tokens.v);
+    free(a->candidates.v);
+    free(a->candidates.from);
     texts_free(&a->stop);
     texts_free(&a->topics);
     free(a->session);

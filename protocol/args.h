@@ -29,6 +29,13 @@ struct args_tokens {
     int n;
 };
 
+/* Lists one after the other: the i-th is v[from[i]] up to v[from[i + 1]]. */
+struct args_token_lists {
+    int32_t *v;
+    int *from; /* [n + 1]; NULL: not given */
+    int n;
+};
+
 struct args_message {
     struct args_str role, content;
 };
@@ -75,6 +82,7 @@ struct args {
     struct args_str cont_text;
     struct args_tokens cont_tokens;
     bool refeed;
+    struct args_token_lists candidates;
     /* the small ones */
     struct args_str text;
     bool special, bos, add_generation_prompt;

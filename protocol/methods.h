@@ -43,6 +43,7 @@ enum field_type {
     FIELD_CHOICE,   /* int: index into choices */
     FIELD_TEXTS,    /* struct args_texts: min..max strings of 1..1024 bytes */
     FIELD_TOKENS,   /* struct args_tokens */
+    FIELD_TOKEN_LISTS, /* struct args_token_lists: an array of arrays, min..max token ids in all */
     FIELD_TEXT_OR_TOKENS, /* struct args_str at off, struct args_tokens at off_set */
     FIELD_MESSAGES, /* struct args_messages */
     FIELD_RANGES,   /* struct args_ranges: min..max of them */

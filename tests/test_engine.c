@@ -371,11 +371,21 @@ START_TEST(score_is_generate)
     q->cont_tokens = malloc((size_t)g->result->n_tokens * sizeof(int32_t));
     memcpy(q->cont_tokens, g->result->tokens, (size_t)g->result->n_tokens * sizeof(int32_t));
     q->logprobs = 3;
+    q->n_cand_from = q->n_cont_tokens; /* ask about the tokens that generate named, each twice */
+    q->cand = malloc((size_t)q->n_cand_from * 6 * sizeof *q->cand);
+    q->cand_from = malloc(((size_t)q->n_cand_from + 1) * sizeof *q->cand_from);
+    for (int i = 0; i <= q->n_cand_from; i++)
+        q->cand_from[i] = 6 * i;
+    for (int i = 0; i < q->n_cand_from * 6; i++)
+        q->cand[i] = g->token[i / 6].top[i % 3].token;
     struct client_reply *s = client_call(e, q);
     same_tokens(g, s);
     ck_assert_mem_eq(g->lp, s->result->logprobs, (size_t)g->n_events * sizeof *g->lp);
     for (int i = 0; i < g->n_events; i++)
         ck_assert_int_eq(s->result->top[3 * i].token, g->token[i].top[0].token);
+    ck_assert_int_eq(s->result->n_cand_from, g->n_events);
+    for (int i = 0; i < g->n_events * 6; i++)
+        ck_assert_float_eq_tol(s->result->cand_lp[i], s->result->top[i / 6 * 3 + i % 3].logprob, 1e-4f);
     client_reply_free(g);
     client_reply_free(s);
     engine_free(e);

@@ -381,7 +381,12 @@ static void score_args(struct wire_buf *b)
 {
     static const int32_t cont[] = { 4, 5, 6 };
 
-    wire_params(b, 3);
+    wire_params(b, 4);
+    wire_str(b, "candidates");
+    wire_array(b, 3);
+    wire_ints(b, cont, 2);
+    wire_array(b, 0);
+    wire_ints(b, cont + 1, 2);
     wire_kv_str(b, "prompt", "");
     wire_str(b, "continuation");
     wire_ints(b, cont, 3);
@@ -404,6 +409,8 @@ START_TEST(other_methods)
 
     ck_assert_msg(decode("score", score_args, &a, &err) == 0, "%s", err.msg);
     ck_assert(a.prompt.s != NULL && a.prompt.len == 0 && a.cont_tokens.n == 3 && a.cont_tokens.v[2] == 6 && a.refeed);
+    ck_assert(a.candidates.n == 3 && a.candidates.from[1] == 2 && a.candidates.from[2] == 2 && a.candidates.from[3] == 4);
+    ck_assert(a.candidates.v[0] == 4 && a.candidates.v[3] == 6);
     args_fini(&a);
     ck_assert_msg(decode("set", set_args, &a, &err) == 0, "%s", err.msg);
     ck_assert_int_eq(a.n_settings, 4);
