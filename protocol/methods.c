@@ -82,7 +82,6 @@ static const struct field score_fields[] = {
     { .name = "continuation", .type = FIELD_TEXT_OR_TOKENS, .required = true, .off = AT(cont_text),
       .off_set = AT(cont_tokens), .max = TOKEN_COUNT_MAX, .doc = "what is scored, as text or as token ids" },
     { .name = "kv", .type = FIELD_MAP, .sub = kv_fields, .dflt_doc = "the server's", .doc = "what of the KV cache is kept" },
-    INT("logprobs", logprobs, 0, 64, 0, "0", "tokens", "top alternatives to give with each token"),
     { .name = "candidates", .type = FIELD_TOKEN_LISTS, .off = AT(candidates), .max = TOKEN_COUNT_MAX,
       .doc = "for each token of the continuation, an array of token ids whose log-probabilities there are wanted" },
     BOOL("refeed", refeed, 0, "feed the prompt's last token again, so that the first token is scored over the kept cache too"),
