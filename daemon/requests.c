@@ -274,7 +274,6 @@ static struct engine_request *to_engine(const struct server *s, const struct cli
         er->pin_system = a->pin_system;
     } else if (m->id == METHOD_SCORE) {
         er->refeed = a->refeed;
-        er->logprobs = a->logprobs;
         er->cand = a->candidates.v;
         er->cand_from = a->candidates.from;
         er->n_cand_from = a->candidates.n;

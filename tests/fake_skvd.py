@@ -161,7 +161,7 @@ class Server:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise Failure("cancelled", "the request was cancelled",
-                          result={"text": text, "tokens": ids, "completion_tokens": len(ids)}) from None
+                          text=text, tokens=ids, completion_tokens=len(ids)) from None
         finally:
             if a.get("session"):
                 info["state"] = "idle"
