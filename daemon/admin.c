@@ -63,7 +63,7 @@ static void apply(struct server *s, const struct config *from, const struct opti
 }
 
 /* Tell the engine one value. parent NULL: nobody waits, a failure is logged. */
-static int tell_engine(struct server *s, struct request *parent, const struct option_row *o, struct skv_error *err)
+static int tell_engine(struct server *s, struct request *parent, const struct option_row *o, int old, struct skv_error *err)
 {
     struct engine_request *er;
     struct request *r;
@@ -81,6 +81,8 @@ static int tell_engine(struct server *s, struct request *parent, const struct op
     if (r == NULL)
         return -1;
     r->parent = parent;
+    r->option = o;
+    r->old = old;
     if (parent != NULL)
         parent->pending++;
     return 0;
@@ -109,16 +111,22 @@ static int check_settings(const struct server *s, const struct args *a, struct c
     return 0;
 }
 
+#define SET_MAX 64
+
 static int method_set(struct client *c, uint32_t msgid, const struct method *m, const struct args *a, struct skv_error *err)
 {
     struct server *s = c->srv;
     struct config trial;
     struct request *r;
-    int rc;
+    int rc, old[SET_MAX];
 
+    if (a->n_settings > SET_MAX)
+        return skv_fail(err, SKV_BAD_REQUEST, "set takes at most %d settings at once", SET_MAX);
     memset(&trial, 0, sizeof trial);
     rc = check_settings(s, a, &trial, err);
     for (int i = 0; i < a->n_settings && rc == 0; i++) {
+        if (config_find(a->settings[i].name)->where & OPTION_ENGINE)
+            old[i] = config_int(&s->cfg, config_find(a->settings[i].name));
         apply(s, &trial, config_find(a->settings[i].name));
         log_line(LOG_INFO, "set uid=%u pid=%d name=%s value=%s", c->uid, (int)c->pid, config_find(a->settings[i].name)->name,
                  a->settings[i].value);
@@ -132,7 +140,7 @@ static int method_set(struct client *c, uint32_t msgid, const struct method *m, 
     r->pending = 1; /* ours, until all commands are on their way */
     for (int i = 0; i < a->n_settings && rc == 0; i++)
         if (config_find(a->settings[i].name)->where & OPTION_ENGINE)
-            rc = tell_engine(s, r, config_find(a->settings[i].name), err);
+            rc = tell_engine(s, r, config_find(a->settings[i].name), old[i], err);
     if (rc != 0)
         r->failed = *err;
     if (--r->pending > 0)
@@ -179,7 +187,7 @@ int admin_reload(struct server *s, struct wire_buf *answer, uint32_t msgid, stru
         apply(s, &fresh, o);
         applied[n_applied++] = o;
         log_line(LOG_INFO, "reload name=%s applied", o->name);
-        if ((o->where & OPTION_ENGINE) && tell_engine(s, NULL, o, &why) != 0)
+        if ((o->where & OPTION_ENGINE) && tell_engine(s, NULL, o, 0, &why) != 0)
             log_line(LOG_WARNING, "reload name=%s detail=\"%s\"", o->name, why.msg);
     }
     config_fini(&fresh);

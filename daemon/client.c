@@ -129,9 +129,10 @@ void client_drop(struct client *c, enum drop_kind kind, const char *why)
         return;
     c->dead = true;
     s->counters.dropped[kind]++;
-    log_line(kind == DROP_DISCONNECT ? LOG_DEBUG : LOG_INFO, "close conn=%llu uid=%u pid=%d client=%s reason=%s requests=%d detail=\"%s\"",
-             (unsigned long long)c->id, c->uid, (int)c->pid, log_value(c->name, name, sizeof name), drop_names[kind],
-             c->n_requests, why);
+    if (kind == DROP_DISCONNECT || log_allowed())
+        log_line(kind == DROP_DISCONNECT ? LOG_DEBUG : LOG_INFO,
+                 "close conn=%llu uid=%u pid=%d client=%s reason=%s requests=%d detail=\"%s\"", (unsigned long long)c->id,
+                 c->uid, (int)c->pid, log_value(c->name, name, sizeof name), drop_names[kind], c->n_requests, why);
     event_del(c->rd);
     event_del(c->wr);
     requests_orphan(c, drop_names[kind]);
@@ -218,12 +219,26 @@ void client_send(struct client *c, const struct wire_buf *b)
         pause_all(c, true);
 }
 
+/* The codes of the wire only. Want of memory passes: it is told as what a client knows how to handle. */
+void client_wire_error(const struct server *s, const struct skv_error *err, struct skv_error *out)
+{
+    *out = *err;
+    if (err->code == SKV_NO_MEMORY)
+        out->code = SKV_OVERLOADED;
+    else if (err->code > SKV_INTERNAL)
+        out->code = SKV_INTERNAL;
+    if (out->code == SKV_OVERLOADED && out->retry_after_ms <= 0)
+        out->retry_after_ms = quotas_retry_ms(s);
+}
+
 void client_send_error(struct client *c, uint32_t msgid, const struct skv_error *err)
 {
     struct wire_buf *b = &c->srv->out;
+    struct skv_error e;
 
+    client_wire_error(c->srv, err, &e);
     wire_buf_clear(b);
-    wire_response_error(b, msgid, err);
+    wire_response_error(b, msgid, &e);
     client_send(c, b);
 }
 
@@ -338,8 +353,9 @@ void client_fault(struct client *c, const struct skv_error *err)
 
     if (c->dead || c->closing)
         return;
-    log_line(LOG_INFO, "fault conn=%llu uid=%u pid=%d code=%s detail=%s", (unsigned long long)c->id, c->uid, (int)c->pid,
-             skv_code_name(err->code), log_value(err->msg, msg, sizeof msg));
+    if (log_allowed())
+        log_line(LOG_INFO, "fault conn=%llu uid=%u pid=%d code=%s detail=%s", (unsigned long long)c->id, c->uid,
+                 (int)c->pid, skv_code_name(err->code), log_value(err->msg, msg, sizeof msg));
     /* What it had in flight can't be told from what it meant: all of it ends. */
     requests_orphan(c, "fault");
     wire_buf_clear(b);

@@ -52,6 +52,7 @@ struct client *client_new(struct server *s, int fd, struct skv_error *err);
 
 /* Queue what b holds; nothing once the client is dead. A b that failed drops the client: its stream would be broken. */
 void client_send(struct client *c, const struct wire_buf *b);
+void client_wire_error(const struct server *s, const struct skv_error *err, struct skv_error *out);
 void client_send_error(struct client *c, uint32_t msgid, const struct skv_error *err);
 
 /* A fault of the stream: one notification, then the end. */

@@ -257,6 +257,16 @@ int config_copy(struct config *to, const struct config *from, const struct optio
     }
 }
 
+int config_int(const struct config *c, const struct option_row *o)
+{
+    return *(int *)at(c, o);
+}
+
+void config_set_int(struct config *c, const struct option_row *o, int v)
+{
+    *(int *)at(c, o) = v;
+}
+
 const struct option_row *config_find(const char *name)
 {
     for (int i = 0; i < config_n_options; i++) {

@@ -98,6 +98,9 @@ bool config_number(const struct config *c, const struct option_row *o, double *o
 bool config_same(const struct config *a, const struct config *b, const struct option_row *o);
 int config_copy(struct config *to, const struct config *from, const struct option_row *o); /* one value */
 
+int config_int(const struct config *c, const struct option_row *o); /* of OPTION_INT and OPTION_SECONDS */
+void config_set_int(struct config *c, const struct option_row *o, int v);
+
 void config_dump(const struct config *c, FILE *f); /* a file that gives the same settings */
 void config_usage(FILE *f);
 int config_syslog_level(const struct config *c);

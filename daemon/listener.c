@@ -274,7 +274,8 @@ static void on_accept(evutil_socket_t fd, short what, void *arg)
         }
         s->counters.accepted++;
         if (client_new(s, c, &err) == NULL) {
-            log_line(LOG_INFO, "refuse-connection code=%s detail=\"%s\"", skv_code_name(err.code), err.msg);
+            if (log_allowed())
+                log_line(LOG_INFO, "refuse-connection code=%s detail=\"%s\"", skv_code_name(err.code), err.msg);
             turn_away(s, c, &err);
         }
     }

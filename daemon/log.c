@@ -13,6 +13,8 @@
 
 #define LINE_MAX_BYTES 2048 /* below PIPE_BUF: a pipe that says it has room takes a whole line */
 
+#define STRANGER_LINES 50   /* a second */
+
 static enum log_target target = LOG_TO_STDERR;
 static _Atomic int log_fd = STDERR_FILENO;
 static _Atomic int max_level = LOG_INFO;
@@ -157,6 +159,23 @@ void log_line(int level, const char *fmt, ...)
             atomic_fetch_add(&lost, 1);
     }
     errno = saved;
+}
+
+bool log_allowed(void)
+{
+    static time_t second;
+    static int n;
+    struct timespec ts;
+
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &ts);
+    if (ts.tv_sec != second) {
+        second = ts.tv_sec;
+        n = 0;
+    }
+    if (n++ < STRANGER_LINES)
+        return true;
+    atomic_fetch_add(&lost, 1);
+    return false;
 }
 
 const char *log_value(const char *s, char *buf, size_t size)

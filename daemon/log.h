@@ -9,6 +9,7 @@
 #ifndef SKVD_DAEMON_LOG_H
 #define SKVD_DAEMON_LOG_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <syslog.h> /* LOG_ERR, LOG_WARNING, LOG_INFO, LOG_DEBUG */
 
@@ -25,6 +26,10 @@ int log_level(void);
 long log_lost(void); /* lines that could not be written, ever */
 
 void log_line(int level, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+
+/* May one more line be written that a stranger can cause as often as he likes? A few dozen a second may; the others are
+ * counted as lost. The loop's thread only. */
+bool log_allowed(void);
 
 /* Text from outside as a value: what could break a line or a terminal becomes '?', a double quote a single one; blanks bring
  * quotes around it. Returns buf. */

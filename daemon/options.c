@@ -32,7 +32,7 @@ const struct option_row config_options[] = {
     NUM("context", "N", OPTION_INT, OPTION_FILE, engine.context, 0, 1 << 24, NULL, "positions of a sequence; 0: the model's"),
     NUM("max-sequences", "N", OPTION_INT, OPTION_FILE, engine.max_sequences, 1, 65536, NULL, "sequences and idle sessions at once"),
     ENG("max-batch", "N", OPTION_INT, max_batch, 1, 4096, "max_batch", "sequences that decode in one step"),
-    ENG("queue-length", "N", OPTION_INT, queue_len, 1, 1 << 20, "queue_len", "requests that may wait"),
+    NUM("queue-length", "N", OPTION_INT, OPTION_FILE, engine.queue_len, 1, 1 << 20, NULL, "requests that may wait"),
     ENG("step-time", "MS", OPTION_INT, step_ms, 1, 10000, "step_ms", "ms that a step may take while prompts are read and others decode"),
     ENG("session-idle", "TIME", OPTION_SECONDS, session_idle_s, 0, INT_MAX / 1000, "session_idle_s", "idle sessions end after this; 0: never"),
     /* the KV cache */

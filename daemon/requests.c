@@ -564,12 +564,13 @@ static void answer_text(struct wire_buf *b, const struct request *r, const struc
 
 static void write_answer(struct wire_buf *b, const struct request *r, const struct engine_event *ev)
 {
-    struct skv_error err;
+    struct skv_error err, e;
 
     wire_buf_clear(b);
     if (ev->code != SKV_OK) {
-        skv_fail(&err, ev->code, "%s", ev->message != NULL ? ev->message : skv_code_name(ev->code));
-        err.retry_after_ms = ev->retry_after_ms > 0 ? ev->retry_after_ms : quotas_retry_ms(r->srv);
+        skv_fail(&e, ev->code, "%s", ev->message != NULL ? ev->message : skv_code_name(ev->code));
+        e.retry_after_ms = ev->retry_after_ms;
+        client_wire_error(r->srv, &e, &err);
         reply_failed(b, r->msgid, &err, ev->result);
     } else if (r->method->id == METHOD_GENERATE && ev->result != NULL) {
         reply_generate(b, r->msgid, ev->result);
@@ -598,15 +599,21 @@ static void child_done(struct request *child, const struct engine_event *ev)
     struct wire_buf *b = &child->srv->out;
     struct client *c = p->c;
 
+    if (ev->code != SKV_OK) /* the engine knows better what it can do */
+        config_set_int(&child->srv->cfg, child->option, child->old);
     if (ev->code != SKV_OK && p->failed.code == SKV_OK)
         skv_fail(&p->failed, ev->code, "%s", ev->message != NULL ? ev->message : skv_code_name(ev->code));
     if (--p->pending > 0)
         return;
     wire_buf_clear(b);
-    if (p->failed.code != SKV_OK)
-        wire_response_error(b, p->msgid, &p->failed);
-    else
+    if (p->failed.code != SKV_OK) {
+        struct skv_error e;
+
+        client_wire_error(child->srv, &p->failed, &e);
+        wire_response_error(b, p->msgid, &e);
+    } else {
         reply_settings(b, p->msgid, p->srv);
+    }
     requests_end(p);
     if (c != NULL)
         client_send(c, b);

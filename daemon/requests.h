@@ -28,6 +28,8 @@ struct request {
     struct event *timer;       /* status: answered without the engine after a while */
     struct request *parent;    /* set: one of several for one answer */
     int pending;
+    const struct option_row *option; /* of such a one: the setting, and what it was before */
+    int old;
     struct skv_error failed;   /* set: the first failure */
 };
 
