@@ -18,7 +18,8 @@ static int pinned_count(const struct kern_range *pin, int n)
 static void fill_rules(struct kvplan *plan)
 {
     const struct policy_params *p = &plan->params;
-    int safe = p->sink + p->recent + pinned_count(plan->pin, plan->n_pin);
+    int recent = p->recent_decode > p->recent ? p->recent_decode : p->recent;
+    int safe = p->sink + recent + pinned_count(plan->pin, plan->n_pin);
 
     for (int l = 0; l < plan->n_layer; l++) {
         struct kern_rule *r = &plan->rule[l];

@@ -40,6 +40,7 @@ void policy_no_update(const struct policy_params *p, struct kern_rule *rule)
 int policy_window_choose(const struct policy_params *p, const struct policy_prompt *prompt, struct kern_rule *rule)
 {
     rule->use_score = true;
+    rule->recent = p->recent;
     rule->pool = p->pool;
     rule->pool_kind = (enum kern_pool_kind)p->pool_kind;
     rule->pool_shift = p->pool_shift;
@@ -99,6 +100,12 @@ int policy_resolve(const struct policy *p, const struct engine_kv_options *o, in
         r.recent = r.budget / 4 > 1 ? r.budget / 4 : 1;
     if (p == &policy_streaming && o->recent == -1)
         r.recent = r.budget > r.sink + 1 ? r.budget - r.sink : 1;
+    if (o->recent != -1)
+        r.recent_decode = 0;
+    if (r.recent_decode > r.budget / 4)
+        r.recent_decode = r.budget / 4;
+    if (r.recent_decode <= r.recent)
+        r.recent_decode = 0;
     if (p != &policy_full && r.sink + r.recent > r.budget)
         return skv_fail(err, code, "kv.sink %d and kv.recent %d are more than kv.budget %d leaves room for; raise budget to %d or more",
                         r.sink, r.recent, r.budget, r.sink + r.recent);

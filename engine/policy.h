@@ -26,6 +26,8 @@ struct policy_params {
     /* Two smoothings (0: one, as `pool` says); not options of a request: who asks for a pool gets that one alone. */
     int pool_shift, wide, wide_shift;
     float narrow;
+    int recent_decode; /* last positions that stay while decoding, 0: as `recent` */
+    float decay;       /* of scores at every step while decoding, for policies that accumulate with one */
 };
 
 /* What is known when a layer of one sequence is sparsified. Slots and positions as in ops.h. */
@@ -45,7 +47,7 @@ struct policy {
     /* Phase 3, prefill. rule->budget, sink, recent and pins are filled already. Returns how many of the prompt's last
      * queries are summed (0: none). */
     int (*choose)(const struct policy_params *p, const struct policy_prompt *prompt, struct kern_rule *rule);
-    /* Phase 3, decode: decay and weight. */
+    /* Phase 3, decode: decay and weight, and recent where it differs from the prefill's. */
     void (*update)(const struct policy_params *p, struct kern_rule *rule);
 };
 

@@ -15,12 +15,22 @@ static int choose(const struct policy_params *p, const struct policy_prompt *pro
     return alpha < prompt->n_new ? alpha : prompt->n_new;
 }
 
+/* While decoding, attention accumulates and fades: what the answer has not looked at for some tens of tokens makes room, what it said
+ * itself stays as long as it is looked at. */
+static void update(const struct policy_params *p, struct kern_rule *rule)
+{
+    rule->decay = p->decay;
+    rule->weight = 1;
+    rule->recent = p->recent_decode != 0 ? p->recent_decode : p->recent;
+}
+
 const struct policy policy_sparse = {
     .name = "sparse",
     .summary = "the default: the last queries' attention, smoothed ahead at two widths",
-    .defaults = { .budget = 511, .sink = 4, .recent = 32, .alpha = 8, .pool = 11, .pool_kind = KERN_POOL_AVG, .pool_shift = 3,
-                  .wide = 41, .wide_shift = 16, .narrow = 0.5f, .head_floor = 1 },
+    .defaults = { .budget = 511, .sink = 4, .recent = 32, .alpha = 12, .pool = 11, .pool_kind = KERN_POOL_AVG, .pool_shift = 3,
+                  .wide = 51, .wide_shift = 20, .narrow = 0.5f, .head_floor = 1,
+                  .recent_decode = 64, .decay = 0.97f },
     .budgets = policy_equal_budgets,
     .choose = choose,
-    .update = policy_no_update,
+    .update = update,
 };

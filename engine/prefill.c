@@ -183,7 +183,7 @@ static void layer_begin(struct engine *e, struct seq *s, int layer)
 /* After the layer's last tile, phase 3: choose, gather, free the rest. */
 static void layer_end(struct engine *e, struct seq *s, int layer)
 {
-    const struct kern_rule *rule = &s->plan.rule[layer];
+    struct kern_rule *rule = &s->plan.rule[layer];
     int n_kv = e->model.src.dims.n_kv, before = 0, after = 0;
     bool whole = true;
 
@@ -209,6 +209,7 @@ static void layer_end(struct engine *e, struct seq *s, int layer)
         }
     }
     e->layer_evicted[layer] += before - after;
+    s->plan.policy->update(&s->plan.params, rule);
 }
 
 /* ---- units -------------------------------------------------------------------------------------------- */

@@ -1,6 +1,7 @@
 /* bench_engine.c - the engine's speed, without a socket: prefill and decode at the depths and batches that users meet.
  *
- *   bench_engine MODEL [--threads N] [--json] [--policy NAME] [--dtype bf16|int8] [--quick] [--batch N] [--isa NAME]
+ *   bench_engine MODEL [--threads N] [--json] [--policy NAME] [--dtype bf16|int8] [--quick] [--batch N] [--isa NAME] [--rounds N]
+ *                      [--rows prefill:TOKENS,decode:DEPTH:BATCH,...]
  *
  * Prefill: time to the first token of one prompt. Decode: all sequences' prompts are put into sessions first, then all go on at
  * once; tokens are counted from the moment when the last one began until the first one ends. The best of the rounds is given,
@@ -151,6 +152,28 @@ static struct engine *start(const char *policy)
     return e;
 }
 
+/* "prefill:512,decode:4000:20": each on an engine of its own. */
+static int run_rows(const char *policy, const char *rows)
+{
+    int depth, batch, used;
+
+    for (const char *p = rows; *p != '\0'; p += used + (p[used] == ',')) {
+        struct engine *e = start(policy);
+        if (sscanf(p, "prefill:%d%n", &depth, &used) == 1)
+            prefill(e, depth);
+        else if (sscanf(p, "decode:%d:%d%n", &depth, &batch, &used) == 2 && batch >= 1 && batch <= 64)
+            decode(e, depth, batch);
+        else
+            used = -1;
+        engine_free(e);
+        if (used < 0) {
+            fprintf(stderr, "--rows: \"%s\" is neither prefill:TOKENS nor decode:DEPTH:BATCH\n", p);
+            return 2;
+        }
+    }
+    return 0;
+}
+
 static void run(const char *policy, bool quick, int batch)
 {
     struct engine *e = start(policy);
@@ -175,8 +198,9 @@ int main(int argc, char **argv)
 {
     static const struct option options[] = { { "threads", 1, NULL, 't' }, { "json", 0, NULL, 'j' },  { "policy", 1, NULL, 'p' },
                                              { "dtype", 1, NULL, 'd' },   { "quick", 0, NULL, 'q' }, { "batch", 1, NULL, 'b' },
-                                             { "isa", 1, NULL, 'i' },     { "rounds", 1, NULL, 'r' }, { NULL, 0, NULL, 0 } };
-    const char *policy = NULL;
+                                             { "isa", 1, NULL, 'i' },     { "rounds", 1, NULL, 'r' },
+                                             { "rows", 1, NULL, 'R' },    { NULL, 0, NULL, 0 } };
+    const char *policy = NULL, *rows = NULL;
     bool quick = false;
     int c, batch = 20;
 
@@ -191,6 +215,7 @@ int main(int argc, char **argv)
         case 'q': quick = true; break;
         case 'b': batch = atoi(optarg); break;
         case 'i': cfg.isa = optarg; break;
+        case 'R': rows = optarg; break;
         case 'r': rounds = atoi(optarg); break;
         default: return 2;
         }
@@ -199,6 +224,8 @@ int main(int argc, char **argv)
         return 2;
     }
     cfg.model = argv[optind];
+    if (rows != NULL)
+        return run_rows(policy != NULL ? policy : "full", rows);
     if (policy != NULL) {
         run(policy, quick, batch);
     } else {

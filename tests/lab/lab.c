@@ -8,7 +8,8 @@
  * over tasks of min(1, score / the full cache's), without nll; KL is from the full cache's distribution on the answer's tokens.
  *
  * VARIANT: name:key=value,...  with share (kept share of all slots), full (layers), alpha, tail (1: the template's closing tokens come
- * on top of alpha), pool, max (1), value (1), eps, floor, sink, recent, shift (the smoothing reaches ahead), shape (budgets fall linearly from 1 + shape to 1 - shape).
+ * on top of alpha), pool, max (1), value (1), eps, floor, sink, recent, shift (the smoothing reaches ahead), evict (1: decode evicts too, by decay,
+ * weight and drecent), shape (budgets fall linearly from 1 + shape to 1 - shape).
  */
 #include <getopt.h>
 #include <math.h>
@@ -27,8 +28,8 @@
 
 struct variant {
     char name[64];
-    double share, eps, floor, shape, narrow;
-    int full, alpha, tail, pool, max, value, sink, recent, shift, wide, wshift;
+    double share, eps, floor, shape, narrow, decay, weight;
+    int full, alpha, tail, pool, max, value, sink, recent, shift, wide, wshift, evict, drecent;
     double score[TASKS], kl, kl_n, slots, seconds;
 };
 
@@ -115,18 +116,22 @@ static void rows(int lane, const int32_t *tok, int from, int to, int scored, voi
 }
 
 /* One token over a lane; logits of what follows. */
-static void step(int lane, int32_t token, int pos)
+static void step(const struct variant *v, int lane, int32_t token, int pos)
 {
+    bool evict = v != NULL && v->evict;
     struct ops_seg seg = { .lane = lane, .n_row = 1, .pos0 = pos, .score_from = 1 };
     struct ops_pass pass = { .n_row = 1, .n_seg = 1, .token = &token, .seg = &seg };
-    struct kern_rule rule = { .decay = 1, .pool = 1, .head_floor = 1 };
+    struct kern_rule rule = { .budget = evict, .sink = 4, .recent = evict ? v->drecent : 0, .decay = evict ? (float)v->decay : 1,
+                              .weight = evict ? (float)v->weight : 0, .pool = 1, .head_floor = 1 };
     int32_t slot[64], zero = 0;
 
     ops->embed(be, &pass, x);
     for (int l = 0; l < L; l++) {
         for (int h = 0; h < H; h++) {
-            slot[h] = kv->len[at(lane, l, h)]++;
-            kv->cap[at(lane, l, h)] = INT32_MAX;
+            size_t i = at(lane, l, h);
+            if (!evict)
+                kv->cap[i] = INT32_MAX;
+            slot[h] = kv->len[i] < kv->cap[i] ? kv->len[i]++ : -1;
         }
         ops->attn_in(be, l, &pass, x, slot);
         ops->attn_decode(be, l, &pass, &rule);
@@ -174,7 +179,7 @@ static int arg_max(const float *v, int n)
 
 /* Feed the last prompt token again, the prefix, then the right answer; the record's score. full: distributions of the full cache,
  * written when kl is NULL, else compared with. */
-static double answer(int lane, const struct record *r, int n_prompt, float *full, double *kl, double *kl_n)
+static double answer(const struct variant *v, int lane, const struct record *r, int n_prompt, float *full, double *kl, double *kl_n)
 {
     int V = m.src.dims.n_vocab, right = 0, pos = n_prompt - 1, best_choice = 0;
     double nll = 0;
@@ -182,10 +187,10 @@ static double answer(int lane, const struct record *r, int n_prompt, float *full
     for (int l = 0; l < L; l++)
         for (int h = 0; h < H; h++)
             kv->len[at(lane, l, h)]--;
-    step(lane, r->prompt.id[pos], pos);
+    step(v, lane, r->prompt.id[pos], pos);
     pos++;
     for (int i = 0; i < r->prefix.n; i++)
-        step(lane, r->prefix.id[i], pos++);
+        step(v, lane, r->prefix.id[i], pos++);
     for (int i = 0; i < r->answer.n; i++) {
         double z = lse(logits, V);
         float *f = full + (size_t)i * V;
@@ -207,7 +212,7 @@ static double answer(int lane, const struct record *r, int n_prompt, float *full
         right += arg_max(logits, V) == r->answer.id[i];
         nll += z - logits[r->answer.id[i]];
         if (i + 1 < r->answer.n)
-            step(lane, r->answer.id[i], pos++);
+            step(v, lane, r->answer.id[i], pos++);
     }
     if (strcmp(r->score, "exact") == 0)
         return right == r->answer.n;
@@ -240,6 +245,10 @@ static void pick_layer(int layer, void *arg)
     if (rule.budget < v->sink + v->recent)
         rule.budget = v->sink + v->recent;
     ops->select(be, 1, layer, &rule, p->n_query, NULL);
+    for (int h = 0; h < H; h++) {
+        kv->cap[at(1, layer, h)] = kv->len[at(1, layer, h)] + 1;
+        kv->victim[at(1, layer, h)] = -1;
+    }
 }
 
 static void copy_lane(int n)
@@ -274,7 +283,7 @@ static void run_variant(struct variant *v, const struct record *r, const int32_t
         for (int h = 0; h < H; h++)
             slots += kv->len[at(1, l, h)];
     v->slots += slots / ((double)L * H * n);
-    v->score[task] += answer(1, r, n, full, &v->kl, &v->kl_n);
+    v->score[task] += answer(v, 1, r, n, full, &v->kl, &v->kl_n);
     v->seconds += now() - t;
 }
 
@@ -327,7 +336,8 @@ static void parse_variant(char *s)
     struct variant *v = &var[n_var++];
     char *spec = strchr(s, ':');
 
-    *v = (struct variant){ .share = 0.19, .eps = 1e-4, .floor = 0.2, .alpha = 16, .tail = 1, .pool = 21, .value = 1, .sink = 4, .recent = 32, .narrow = 0.5 };
+    *v = (struct variant){ .share = 0.19, .eps = 1e-4, .floor = 0.2, .alpha = 16, .tail = 1, .pool = 21, .value = 1, .sink = 4, .recent = 32, .narrow = 0.5, .decay = 1,
+                            .drecent = 32 };
     if (spec != NULL)
         *spec++ = '\0';
     snprintf(v->name, sizeof v->name, "%s", s);
@@ -341,7 +351,8 @@ static void parse_variant(char *s)
             { "full", &v->full, NULL }, { "alpha", &v->alpha, NULL }, { "tail", &v->tail, NULL }, { "pool", &v->pool, NULL },
             { "max", &v->max, NULL }, { "value", &v->value, NULL }, { "sink", &v->sink, NULL }, { "recent", &v->recent, NULL },
             { "shift", &v->shift, NULL },
-            { "wide", &v->wide, NULL }, { "wshift", &v->wshift, NULL }, { "narrow", NULL, &v->narrow } };
+            { "wide", &v->wide, NULL }, { "wshift", &v->wshift, NULL }, { "narrow", NULL, &v->narrow },
+            { "evict", &v->evict, NULL }, { "drecent", &v->drecent, NULL }, { "decay", NULL, &v->decay }, { "weight", NULL, &v->weight } };
         bool found = false;
         for (size_t i = 0; i < sizeof key / sizeof *key; i++)
             if (strcmp(key[i].k, k) == 0) {
@@ -424,7 +435,7 @@ int main(int argc, char **argv)
             rows(0, r.prompt.id, from, from + ROWS < n ? from + ROWS : n, n, NULL, NULL);
         int task = find_task(r.task);
         task_n[task]++;
-        full_score[task] += answer(0, &r, n, full, NULL, NULL);
+        full_score[task] += answer(NULL, 0, &r, n, full, NULL, NULL);
         for (int v = 0; v < n_var; v++)
             run_variant(&var[v], &r, r.prompt.id, n, task, full);
         free(before);
