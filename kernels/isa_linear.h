@@ -51,7 +51,7 @@ struct kern_packed {
 
 /* Which copies of the activations a form needs. */
 enum kern_act_need {
-    KERN_NEED_Q8 = 1,   /* q8, d, s, sh */
+    KERN_NEED_Q8 = 1,   /* q8 and scale */
     KERN_NEED_Q16 = 2,  /* q16 beside q8 */
     KERN_NEED_F32 = 4,
     KERN_NEED_BF16 = 8,
@@ -62,8 +62,7 @@ struct kern_input {
     int n_group;      /* 32-input groups of a row, padded with zeros */
     int8_t *q8;       /* [rows][n_group * 32] */
     int16_t *q16;     /* the same values; of each 4 inputs in the order 0 2 1 3 */
-    float *d, *s;     /* [rows][n_group] */
-    float *sh;        /* [rows][2 * n_group]: d * sum over 16 inputs */
+    float *scale;     /* [rows][n_group][4]: d, d * sum of the 32 q, d * sum of the first 16, of the last 16 */
     float *f32;       /* [rows][n_group * 32] */
     uint16_t *bf16;   /* [rows][n_group * 32] */
 };

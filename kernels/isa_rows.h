@@ -93,10 +93,11 @@ static inline void rows_quant_group(struct kern_input *a, int r, int group, cons
         v16_store_i16(a->q16 + at + 16, q1);
     }
     float s0 = v16_hsum(q0), s1 = v16_hsum(q1);
-    a->d[g] = d;
-    a->s[g] = d * (s0 + s1);
-    a->sh[2 * g] = d * s0;
-    a->sh[2 * g + 1] = d * s1;
+    float *scale = a->scale + 4 * g;
+    scale[0] = d;
+    scale[1] = d * (s0 + s1);
+    scale[2] = d * s0;
+    scale[3] = d * s1;
 }
 
 static void rows_act_set_group(struct kern_input *a, int r, int group, const float *x)

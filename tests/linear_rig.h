@@ -104,9 +104,7 @@ static inline struct kern_input lrig_input(int rows, int cols)
     size_t g = (size_t)rows * a.n_group;
     a.q8 = lrig_alloc(g * 32);
     a.q16 = lrig_alloc(g * 64);
-    a.d = lrig_alloc(g * 4);
-    a.s = lrig_alloc(g * 4);
-    a.sh = lrig_alloc(g * 8);
+    a.scale = lrig_alloc(g * 16);
     a.f32 = lrig_alloc(g * 128);
     a.bf16 = lrig_alloc(g * 64);
     return a;
@@ -116,9 +114,7 @@ static inline void lrig_input_free(struct kern_input *a)
 {
     free(a->q8);
     free(a->q16);
-    free(a->d);
-    free(a->s);
-    free(a->sh);
+    free(a->scale);
     free(a->f32);
     free(a->bf16);
 }

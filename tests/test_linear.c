@@ -175,7 +175,7 @@ static double exact(const struct mul_case *k, int panel, int r, int j, double *s
     *size = 0;
     for (int64_t i = 0; row < k->p.rows && i < k->p.cols; i++) {
         size_t g = (size_t)r * k->in.n_group + (size_t)(i / 32), at = g * 32 + (size_t)(i % 32);
-        double a = is_quant(&k->p) ? (double)k->in.q8[at] * (double)k->in.d[g] : (double)k->in.f32[at];
+        double a = is_quant(&k->p) ? (double)k->in.q8[at] * (double)k->in.scale[4 * g] : (double)k->in.f32[at];
         double v = packed_weight(&k->p, row, i) * a;
         sum += v;
         *size += fabs(v);
@@ -352,7 +352,7 @@ START_TEST(test_act)
         for (int i = 0; i < 96; i++) {
             int g = 3 + i / 32;
             float v = i < cols ? x[i] : 0;
-            ck_assert(fabsf((float)a.q8[96 + i] * a.d[g] - v) <= 0.5001f * a.d[g]);
+            ck_assert(fabsf((float)a.q8[96 + i] * a.scale[4 * g] - v) <= 0.5001f * a.scale[4 * g]);
             ck_assert(a.f32[96 + i] == v);
             ck_assert_int_eq(a.bf16[96 + i], kern_f32_to_bf16(v));
             static const int order[4] = { 0, 2, 1, 3 };
@@ -362,10 +362,11 @@ START_TEST(test_act)
             int s[2] = { 0, 0 };
             for (int i = 0; i < 32; i++)
                 s[i / 16] += a.q8[g * 32 + i];
-            ck_assert(a.s[g] == a.d[g] * (float)(s[0] + s[1]));
-            ck_assert(a.sh[2 * g] == a.d[g] * (float)s[0] && a.sh[2 * g + 1] == a.d[g] * (float)s[1]);
+            const float *scale = a.scale + 4 * g;
+            ck_assert(scale[1] == scale[0] * (float)(s[0] + s[1]));
+            ck_assert(scale[2] == scale[0] * (float)s[0] && scale[3] == scale[0] * (float)s[1]);
         }
-        ck_assert(memcmp(a.q8, ref.q8, 192) == 0 && memcmp(a.d, ref.d, 24) == 0);
+        ck_assert(memcmp(a.q8, ref.q8, 192) == 0 && memcmp(a.scale, ref.scale, 96) == 0);
         free(x);
         lrig_input_free(&a);
         lrig_input_free(&ref);

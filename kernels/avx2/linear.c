@@ -13,32 +13,30 @@
 #include "kernels/avx2/v16.h"
 #include "kernels/isa_rows.h"
 
+#define TILE   4 /* rows of a tile */
 #define INLINE static inline __attribute__((always_inline))
 
 /* Keeps a running sum a running sum: compilers reorder long integer additions into trees, whose leaves then don't fit
  * the 16 registers. */
 #define KEEP(v) __asm__("" : "+x"(v))
 
-/* Where a tile reads its activations: rows `ld` apart from row 0 of the tile. */
+/* Where a tile reads its activations: row 0, and the distances of rows. */
 struct tile {
     const int8_t *q8;
     const int16_t *q16;
-    const float *d, *s;
-    size_t ld_q, ld_d, ld_s;
+    const float *scale;
+    size_t ld_q, ld_s;
 };
 
-INLINE struct tile tile_at(const struct kern_packed *w, const struct kern_input *a, int row)
+INLINE struct tile tile_at(const struct kern_input *a, int row)
 {
-    size_t g = (size_t)row * a->n_group;
-    bool halves = w->group == 16;
+    size_t n = (size_t)a->n_group;
     return (struct tile){
-        .q8 = a->q8 + g * KERN_GROUP,
-        .q16 = a->q16 ? a->q16 + g * KERN_GROUP : NULL,
-        .d = a->d + g,
-        .s = halves ? a->sh + 2 * g : a->s + g,
-        .ld_q = (size_t)a->n_group * KERN_GROUP,
-        .ld_d = (size_t)a->n_group,
-        .ld_s = (size_t)a->n_group * (halves ? 2 : 1),
+        .q8 = a->q8 + (size_t)row * n * KERN_GROUP,
+        .q16 = a->q16 ? a->q16 + (size_t)row * n * KERN_GROUP : NULL,
+        .scale = a->scale + (size_t)row * n * 4,
+        .ld_q = n * KERN_GROUP,
+        .ld_s = n * 4,
     };
 }
 
@@ -74,6 +72,15 @@ static void scales_f32(const struct kern_packed *w, int panel, int k0, int n, fl
     }
 }
 
+INLINE void tile_store(float *out, __m256 (*acc)[2], const int R)
+{
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+        _mm256_store_ps(out + r * KERN_PANEL, acc[r][0]);
+        _mm256_store_ps(out + r * KERN_PANEL + 8, acc[r][1]);
+    }
+}
+
 /* acc = fma(i * d_w, d_a, acc), fma(s_a, m_w, acc) for a row's two vectors. */
 INLINE void scale_acc(__m256 acc[2], const __m256i i[2], const float *sd, const float *sm, float da, float sa)
 {
@@ -85,62 +92,65 @@ INLINE void scale_acc(__m256 acc[2], const __m256i i[2], const float *sd, const 
     }
 }
 
-/* u [n_scale][quads][64] bytes. R rows, `quads` vectors per scale (8, or 4 with 16-input scales), `run` vpmaddubsw
- * results added in 16 bits. */
-INLINE void tile_bytes(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, int n_scale,
-                       float *out, const int R, const int quads, const int run)
+/* u [n_group][8][64] bytes. R rows; `per` scales in a group: 1, or 2 with 16-input scales; `run` vpmaddubsw results
+ * added in 16 bits. */
+INLINE void tile_bytes(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, int n_group,
+                       float *out, const int R, const int per, const int run)
 {
     const __m256i ones = _mm256_set1_epi16(1);
-    __m256 acc[6][2];
+    __m256 acc[TILE][2];
+#pragma GCC unroll 6
     for (int r = 0; r < R; r++)
         acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-    for (int k = 0; k < n_scale; k++) {
-        __m256i sum[6][2];
+    for (int g = 0; g < n_group; g++) {
+#pragma GCC unroll 2
+        for (int s = 0; s < per; s++, sd += KERN_PANEL, sm += KERN_PANEL) {
+            __m256i sum[TILE][2];
 #pragma GCC unroll 4
-        for (int c = 0; c < quads / run; c++) {
-            __m256i p[6][2];
+            for (int c = 0; c < 8 / per / run; c++) {
+                __m256i p[TILE][2];
 #pragma GCC unroll 8
-            for (int v = 0; v < run; v++, u += 64) {
-                __m256i w0 = _mm256_load_si256((const __m256i *)u);
-                __m256i w1 = _mm256_load_si256((const __m256i *)(u + 32));
+                for (int v = 0; v < run; v++, u += 64) {
+                    __m256i w0 = _mm256_load_si256((const __m256i *)u);
+                    __m256i w1 = _mm256_load_si256((const __m256i *)(u + 32));
 #pragma GCC unroll 6
-                for (int r = 0; r < R; r++) {
-                    __m256i b = quad(t->q8 + r * t->ld_q + (k * quads + c * run + v) * 4);
-                    __m256i x0 = _mm256_maddubs_epi16(w0, b), x1 = _mm256_maddubs_epi16(w1, b);
-                    p[r][0] = v ? _mm256_add_epi16(p[r][0], x0) : x0;
-                    p[r][1] = v ? _mm256_add_epi16(p[r][1], x1) : x1;
-                    KEEP(p[r][0]);
-                    KEEP(p[r][1]);
+                    for (int r = 0; r < R; r++) {
+                        __m256i b = quad(t->q8 + r * t->ld_q + g * KERN_GROUP + 16 * s + 4 * (c * run + v));
+                        __m256i x0 = _mm256_maddubs_epi16(w0, b), x1 = _mm256_maddubs_epi16(w1, b);
+                        p[r][0] = v ? _mm256_add_epi16(p[r][0], x0) : x0;
+                        p[r][1] = v ? _mm256_add_epi16(p[r][1], x1) : x1;
+                        KEEP(p[r][0]);
+                        KEEP(p[r][1]);
+                    }
                 }
+#pragma GCC unroll 6
+                for (int r = 0; r < R; r++)
+                    for (int h = 0; h < 2; h++) {
+                        __m256i x = _mm256_madd_epi16(p[r][h], ones);
+                        sum[r][h] = c ? _mm256_add_epi32(sum[r][h], x) : x;
+                    }
             }
 #pragma GCC unroll 6
-            for (int r = 0; r < R; r++)
-                for (int h = 0; h < 2; h++) {
-                    __m256i x = _mm256_madd_epi16(p[r][h], ones);
-                    sum[r][h] = c ? _mm256_add_epi32(sum[r][h], x) : x;
-                }
+            for (int r = 0; r < R; r++) {
+                const float *f = t->scale + r * t->ld_s + 4 * g;
+                scale_acc(acc[r], sum[r], sd, sm, f[0], f[per == 1 ? 1 : 2 + s]);
+            }
         }
-#pragma GCC unroll 6
-        for (int r = 0; r < R; r++)
-            scale_acc(acc[r], sum[r], sd + k * 16, sm + k * 16, t->d[r * t->ld_d + (quads == 8 ? k : k / 2)],
-                      t->s[r * t->ld_s + k]);
     }
-    for (int r = 0; r < R; r++) {
-        _mm256_store_ps(out + r * KERN_PANEL, acc[r][0]);
-        _mm256_store_ps(out + r * KERN_PANEL + 8, acc[r][1]);
-    }
+    tile_store(out, acc, R);
 }
 
 /* q up to 255: even and odd bytes as 16-bit values against activations in the order 0 2 1 3. */
-INLINE void tile_wide(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, int n_scale,
+INLINE void tile_wide(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, int n_group,
                       float *out, const int R)
 {
     const __m256i low = _mm256_set1_epi16(0xff);
-    __m256 acc[4][2];
+    __m256 acc[TILE][2];
+#pragma GCC unroll 6
     for (int r = 0; r < R; r++)
         acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-    for (int k = 0; k < n_scale; k++) {
-        __m256i sum[4][2];
+    for (int k = 0; k < n_group; k++) {
+        __m256i sum[TILE][2];
 #pragma GCC unroll 8
         for (int v = 0; v < 8; v++, u += 64) {
             __m256i w0 = _mm256_load_si256((const __m256i *)u), w1 = _mm256_load_si256((const __m256i *)(u + 32));
@@ -159,14 +169,13 @@ INLINE void tile_wide(const uint8_t *u, const float *sd, const float *sm, const 
                 KEEP(sum[r][1]);
             }
         }
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++)
-            scale_acc(acc[r], sum[r], sd + k * 16, sm + k * 16, t->d[r * t->ld_d + k], t->s[r * t->ld_s + k]);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) {
+            const float *f = t->scale + r * t->ld_s + 4 * k;
+            scale_acc(acc[r], sum[r], sd + k * KERN_PANEL, sm + k * KERN_PANEL, f[0], f[1]);
+        }
     }
-    for (int r = 0; r < R; r++) {
-        _mm256_store_ps(out + r * KERN_PANEL, acc[r][0]);
-        _mm256_store_ps(out + r * KERN_PANEL + 8, acc[r][1]);
-    }
+    tile_store(out, acc, R);
 }
 
 /* One row straight from a P4 panel: nibbles are unpacked in registers. */
@@ -195,7 +204,7 @@ static void row_p4(const struct kern_packed *w, int panel, int g0, const struct 
                 p[1][h] = v ? _mm256_add_epi16(p[1][h], b) : b;
             }
         }
-        __m256 da = _mm256_set1_ps(t->d[k]), sa = _mm256_set1_ps(t->s[k]);
+        __m256 da = _mm256_set1_ps(t->scale[4 * k]), sa = _mm256_set1_ps(t->scale[4 * k + 1]);
         for (int h = 0; h < 2; h++) {
             __m256i i = _mm256_madd_epi16(_mm256_add_epi16(p[0][h], p[1][h]), ones);
             __m256 dw = half8(d + 8 * h), mw = w->has_m ? half8(m + 8 * h) : _mm256_mul_ps(dw, zero);
@@ -219,39 +228,38 @@ static void unpack_p4(const uint8_t *q, int n_group, uint8_t *u)
         }
 }
 
-typedef void tile_fn(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, int n_scale,
+typedef void tile_fn(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, int n_group,
                      float *out);
 
-#define TILE_BYTES(bits, R, quads, run)                                                                      \
+#define TILE_BYTES(bits, R, per, run)                                                                        \
     static void tile_q##bits##_##R(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, \
-                                   int n_scale, float *out)                                                  \
+                                   int n_group, float *out)                                                  \
     {                                                                                                        \
-        tile_bytes(u, sd, sm, t, n_scale, out, R, quads, run);                                               \
+        tile_bytes(u, sd, sm, t, n_group, out, R, per, run);                                                 \
     }
 #define TILE_WIDE(R)                                                                                \
     static void tile_q8_##R(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, \
-                            int n_scale, float *out)                                                \
+                            int n_group, float *out)                                                \
     {                                                                                               \
-        tile_wide(u, sd, sm, t, n_scale, out, R);                                                   \
+        tile_wide(u, sd, sm, t, n_group, out, R);                                                   \
     }
-TILE_BYTES(4, 1, 8, 8)
-TILE_BYTES(4, 2, 8, 8)
-TILE_BYTES(4, 3, 8, 8)
-TILE_BYTES(4, 4, 8, 8)
-TILE_BYTES(5, 1, 8, 4)
-TILE_BYTES(5, 2, 8, 4)
-TILE_BYTES(5, 3, 8, 4)
-TILE_BYTES(5, 4, 8, 4)
-TILE_BYTES(6, 1, 4, 2)
-TILE_BYTES(6, 2, 4, 2)
-TILE_BYTES(6, 3, 4, 2)
-TILE_BYTES(6, 4, 4, 2)
+TILE_BYTES(4, 1, 1, 8)
+TILE_BYTES(4, 2, 1, 8)
+TILE_BYTES(4, 3, 1, 8)
+TILE_BYTES(4, 4, 1, 8)
+TILE_BYTES(5, 1, 1, 4)
+TILE_BYTES(5, 2, 1, 4)
+TILE_BYTES(5, 3, 1, 4)
+TILE_BYTES(5, 4, 1, 4)
+TILE_BYTES(6, 1, 2, 2)
+TILE_BYTES(6, 2, 2, 2)
+TILE_BYTES(6, 3, 2, 2)
+TILE_BYTES(6, 4, 2, 2)
 TILE_WIDE(1)
 TILE_WIDE(2)
 TILE_WIDE(3)
 TILE_WIDE(4)
 
-#define TILE 4
 static tile_fn *const tiles[4][TILE] = {
     { tile_q4_1, tile_q4_2, tile_q4_3, tile_q4_4 },
     { tile_q5_1, tile_q5_2, tile_q5_3, tile_q5_4 },
@@ -268,7 +276,7 @@ static void mul_quant(const struct kern_packed *w, int panel, int g0, const stru
     float *sd = scratch, *sm = sd + (size_t)n_scale * KERN_PANEL;
     if (w->form == KERN_P4) {
         if (n_row == 1) {
-            struct tile t = tile_at(w, a, row0);
+            struct tile t = tile_at(a, row0);
             row_p4(w, panel, g0, &t, a->n_group, acc);
             return;
         }
@@ -279,8 +287,8 @@ static void mul_quant(const struct kern_packed *w, int panel, int g0, const stru
     scales_f32(w, panel, g0 * per, n_scale, sd, sm);
     for (int r = 0; r < n_row; r += TILE) {
         int n = n_row - r < TILE ? n_row - r : TILE;
-        struct tile t = tile_at(w, a, row0 + r);
-        tiles[kind][n - 1](u, sd, sm, &t, n_scale, acc + (size_t)r * KERN_PANEL);
+        struct tile t = tile_at(a, row0 + r);
+        tiles[kind][n - 1](u, sd, sm, &t, a->n_group, acc + (size_t)r * KERN_PANEL);
     }
 }
 

@@ -13,24 +13,25 @@
 #define INLINE static inline __attribute__((always_inline))
 #define TILE   12
 
-/* Where a tile reads its activations: rows `ld` apart from row 0 of the tile. */
+/* Where a tile reads its activations: row 0, and the distances of rows. */
 struct tile {
     const int8_t *q8;
-    const float *d, *s;
-    size_t ld_q, ld_d, ld_s;
+    const float *scale;
+    size_t ld_q, ld_s;
 };
 
-INLINE struct tile tile_at(const struct kern_packed *w, const struct kern_input *a, int row)
+/* A pointer that the compiler takes as it is: rows are then addressed from one in three by base + {0, 1, 2} * ld,
+ * instead of twelve pointers for which there are no registers. */
+#define KEEP_POINTER(p) __asm__("" : "+r"(p))
+
+INLINE struct tile tile_at(const struct kern_input *a, int row)
 {
-    size_t g = (size_t)row * a->n_group;
-    bool halves = w->group == 16;
+    size_t n = (size_t)a->n_group;
     return (struct tile){
-        .q8 = a->q8 + g * KERN_GROUP,
-        .d = a->d + g,
-        .s = halves ? a->sh + 2 * g : a->s + g,
-        .ld_q = (size_t)a->n_group * KERN_GROUP,
-        .ld_d = (size_t)a->n_group,
-        .ld_s = (size_t)a->n_group * (halves ? 2 : 1),
+        .q8 = a->q8 + (size_t)row * n * KERN_GROUP,
+        .scale = a->scale + (size_t)row * n * 4,
+        .ld_q = n * KERN_GROUP,
+        .ld_s = n * 4,
     };
 }
 
@@ -74,31 +75,55 @@ INLINE __m512 scale_m(const struct scales *s, int k, __m512 dw)
     return s->has_m ? half16(s->m + (size_t)k * KERN_PANEL) : _mm512_mul_ps(dw, s->zero);
 }
 
-/* u [n_scale][quads][64] bytes, quads 8 or (16-input scales) 4. */
-INLINE void tile_bytes(const uint8_t *u, const struct scales *sc, const struct tile *t, int n_scale, float *out,
-                       const int R, const int quads)
+/* u [n_group][8][64] bytes; `per` scales in a group: 1, or 2 with 16-input scales. */
+INLINE void tile_bytes(const uint8_t *u, const struct scales *sc, const struct tile *t, int n_group, float *out,
+                       const int R, const int per)
 {
     __m512 acc[TILE];
+    const int8_t *q[TILE / 3];
+    const float *f[TILE / 3];
+    size_t ld_q = t->ld_q, ld_s = t->ld_s;
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++)
         acc[r] = _mm512_setzero_ps();
-    for (int k = 0; k < n_scale; k++) {
-        __m512i sum[TILE];
+#pragma GCC unroll 4
+    for (int i = 0; i < (R + 2) / 3; i++) {
+        q[i] = t->q8 + 3 * i * ld_q;
+        f[i] = t->scale + 3 * i * ld_s;
+    }
+    for (int g = 0; g < n_group; g++) {
         if (R == 1)
             _mm_prefetch((const char *)u + 2048, _MM_HINT_T0);
-#pragma GCC unroll 8
-        for (int v = 0; v < quads; v++, u += 64) {
-            __m512i w = _mm512_load_si512(u);
-#pragma GCC unroll 12
-            for (int r = 0; r < R; r++)
-                sum[r] = _mm512_dpbusd_epi32(v ? sum[r] : _mm512_setzero_si512(), w,
-                                             quad(t->q8 + r * t->ld_q + (k * quads + v) * 4));
+#pragma GCC unroll 4
+        for (int i = 0; i < (R + 2) / 3; i++) {
+            KEEP_POINTER(q[i]);
+            KEEP_POINTER(f[i]);
         }
-        __m512 dw = half16(sc->d + (size_t)k * KERN_PANEL), mw = scale_m(sc, k, dw);
+#pragma GCC unroll 2
+        for (int h = 0; h < per; h++) {
+            __m512i sum[TILE];
+#pragma GCC unroll 8
+            for (int v = 0; v < 8 / per; v++, u += 64) {
+                __m512i w = _mm512_load_si512(u);
 #pragma GCC unroll 12
-        for (int r = 0; r < R; r++)
-            acc[r] = scale_acc(acc[r], sum[r], dw, mw, t->d[r * t->ld_d + (quads == 8 ? k : k / 2)],
-                               t->s[r * t->ld_s + k]);
+                for (int r = 0; r < R; r++)
+                    sum[r] = _mm512_dpbusd_epi32(v ? sum[r] : _mm512_setzero_si512(), w,
+                                                 quad(q[r / 3] + r % 3 * ld_q + 16 * h + 4 * v));
+            }
+            __m512 dw = half16(sc->d + (size_t)(g * per + h) * KERN_PANEL), mw = scale_m(sc, g * per + h, dw);
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) {
+                const float *s = f[r / 3] + r % 3 * ld_s;
+                acc[r] = scale_acc(acc[r], sum[r], dw, mw, s[0], s[per == 1 ? 1 : 2 + h]);
+            }
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < (R + 2) / 3; i++) {
+            q[i] += KERN_GROUP;
+            f[i] += 4;
+        }
     }
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++)
         _mm512_store_ps(out + r * KERN_PANEL, acc[r]);
 }
@@ -128,8 +153,8 @@ INLINE void tile_nibbles(const uint8_t *u, const struct scales *sc, const struct
         }
         __m512 dw = half16(sc->d + (size_t)k * KERN_PANEL), mw = scale_m(sc, k, dw);
         for (int r = 0; r < R; r++)
-            acc[r] = scale_acc(acc[r], _mm512_add_epi32(sum[r][0], sum[r][1]), dw, mw, t->d[r * t->ld_d + k],
-                               t->s[r * t->ld_s + k]);
+            acc[r] = scale_acc(acc[r], _mm512_add_epi32(sum[r][0], sum[r][1]), dw, mw, t->scale[r * t->ld_s + 4 * k],
+                               t->scale[r * t->ld_s + 4 * k + 1]);
     }
     for (int r = 0; r < R; r++)
         _mm512_store_ps(out + r * KERN_PANEL, acc[r]);
@@ -147,25 +172,25 @@ static void unpack_p4(const uint8_t *q, int n_group, uint8_t *u)
         }
 }
 
-typedef void tile_fn(const uint8_t *u, const struct scales *sc, const struct tile *t, int n_scale, float *out);
+typedef void tile_fn(const uint8_t *u, const struct scales *sc, const struct tile *t, int n_group, float *out);
 
-#define TILE_BYTES(R, quads)                                                                                  \
-    static void tile_##quads##_##R(const uint8_t *u, const struct scales *sc, const struct tile *t, int n_scale, \
-                                   float *out)                                                                \
-    {                                                                                                         \
-        tile_bytes(u, sc, t, n_scale, out, R, quads);                                                         \
+#define TILE_BYTES(R, per)                                                                                     \
+    static void tile_##per##_##R(const uint8_t *u, const struct scales *sc, const struct tile *t, int n_group, \
+                                 float *out)                                                                   \
+    {                                                                                                          \
+        tile_bytes(u, sc, t, n_group, out, R, per);                                                            \
     }
-#define TILE_NIBBLES(R)                                                                                         \
-    static void nibbles_##R(const uint8_t *u, const struct scales *sc, const struct tile *t, int n_scale, float *out) \
-    {                                                                                                           \
-        tile_nibbles(u, sc, t, n_scale, out, R);                                                                \
+#define TILE_NIBBLES(R)                                                                                               \
+    static void nibbles_##R(const uint8_t *u, const struct scales *sc, const struct tile *t, int n_group, float *out) \
+    {                                                                                                                 \
+        tile_nibbles(u, sc, t, n_group, out, R);                                                                      \
     }
-#define TILE_ALL(quads)                                                                                     \
-    TILE_BYTES(1, quads) TILE_BYTES(2, quads) TILE_BYTES(3, quads) TILE_BYTES(4, quads) TILE_BYTES(5, quads)    \
-    TILE_BYTES(6, quads) TILE_BYTES(7, quads) TILE_BYTES(8, quads) TILE_BYTES(9, quads) TILE_BYTES(10, quads)   \
-    TILE_BYTES(11, quads) TILE_BYTES(12, quads)
-TILE_ALL(8)
-TILE_ALL(4)
+#define TILE_ALL(per)                                                                                    \
+    TILE_BYTES(1, per) TILE_BYTES(2, per) TILE_BYTES(3, per) TILE_BYTES(4, per) TILE_BYTES(5, per)       \
+    TILE_BYTES(6, per) TILE_BYTES(7, per) TILE_BYTES(8, per) TILE_BYTES(9, per) TILE_BYTES(10, per)      \
+    TILE_BYTES(11, per) TILE_BYTES(12, per)
+TILE_ALL(1)
+TILE_ALL(2)
 TILE_NIBBLES(1)
 TILE_NIBBLES(2)
 TILE_NIBBLES(3)
@@ -176,19 +201,19 @@ TILE_NIBBLES(4)
         tile_##q##_1, tile_##q##_2, tile_##q##_3, tile_##q##_4, tile_##q##_5, tile_##q##_6, tile_##q##_7,      \
             tile_##q##_8, tile_##q##_9, tile_##q##_10, tile_##q##_11, tile_##q##_12                            \
     }
-static tile_fn *const tiles[2][TILE] = { TILE_ROW(8), TILE_ROW(4) };
+static tile_fn *const tiles[2][TILE] = { TILE_ROW(1), TILE_ROW(2) };
 static tile_fn *const nibbles[4] = { nibbles_1, nibbles_2, nibbles_3, nibbles_4 };
 
 static void mul_quant(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row0,
                       int n_row, float *acc, void *scratch)
 {
-    int per = KERN_GROUP / w->group, n_scale = a->n_group * per;
+    int per = KERN_GROUP / w->group;
     struct scales sc = scales_at(w, panel, g0 * per);
     const uint8_t *u = kern_panel_q(w, panel) + (size_t)g0 * (w->form == KERN_P4 ? 256 : 512);
     if (w->form == KERN_P4) {
         if (n_row <= 4) {
-            struct tile t = tile_at(w, a, row0);
-            nibbles[n_row - 1](u, &sc, &t, n_scale, acc);
+            struct tile t = tile_at(a, row0);
+            nibbles[n_row - 1](u, &sc, &t, a->n_group, acc);
             return;
         }
         unpack_p4(u, a->n_group, scratch);
@@ -198,8 +223,8 @@ static void mul_quant(const struct kern_packed *w, int panel, int g0, const stru
     int n_tile = (n_row + TILE - 1) / TILE;
     for (int i = 0, r = 0; i < n_tile; i++) {
         int n = (n_row - r + n_tile - i - 1) / (n_tile - i);
-        struct tile t = tile_at(w, a, row0 + r);
-        tiles[per - 1][n - 1](u, &sc, &t, n_scale, acc + (size_t)r * KERN_PANEL);
+        struct tile t = tile_at(a, row0 + r);
+        tiles[per - 1][n - 1](u, &sc, &t, a->n_group, acc + (size_t)r * KERN_PANEL);
         r += n;
     }
 }

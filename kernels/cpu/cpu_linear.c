@@ -55,8 +55,7 @@ static void input_place(struct kern_input *a, unsigned need, int rows, int cols,
         void **to;
         size_t bytes;
     } array[] = {
-        { KERN_NEED_Q8, (void **)&a->q8, n },        { KERN_NEED_Q8, (void **)&a->d, groups * 4 },
-        { KERN_NEED_Q8, (void **)&a->s, groups * 4 }, { KERN_NEED_Q8, (void **)&a->sh, groups * 8 },
+        { KERN_NEED_Q8, (void **)&a->q8, n },        { KERN_NEED_Q8, (void **)&a->scale, groups * 16 },
         { KERN_NEED_Q16, (void **)&a->q16, n * 2 },  { KERN_NEED_F32, (void **)&a->f32, n * 4 },
         { KERN_NEED_BF16, (void **)&a->bf16, n * 2 },
     };

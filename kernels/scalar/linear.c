@@ -122,14 +122,15 @@ static float mul_quant(const struct kern_packed *w, int panel, int g0, const str
     int per = 32 / w->group; /* scales in 32 inputs */
     float acc = 0;
     for (int k = 0; k < a->n_group * per; k++) {
-        size_t s = (size_t)(g0 * per + k) * KERN_PANEL + j, g = (size_t)row * a->n_group + k / per;
+        size_t s = (size_t)(g0 * per + k) * KERN_PANEL + j;
+        const float *scale = a->scale + 4 * ((size_t)row * a->n_group + k / per);
         int dot = 0;
         for (int i = 0; i < w->group; i++)
             dot += packed_q(w, q, g0 * 32 + k * w->group + i, j) * x[k * w->group + i];
         float dw = kern_f16_to_f32(d[s]);
         float mw = w->has_m ? kern_f16_to_f32(m[s]) : dw * (float)-w->zero;
-        float sa = per == 1 ? a->s[g] : a->sh[(size_t)row * a->n_group * 2 + k];
-        acc = fmaf((float)dot * dw, a->d[g], acc);
+        float sa = scale[per == 1 ? 1 : 2 + k % 2];
+        acc = fmaf((float)dot * dw, scale[0], acc);
         acc = fmaf(sa, mw, acc);
     }
     return acc;
