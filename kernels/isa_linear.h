@@ -10,7 +10,8 @@
  *        row r in its low nibble and input 16 + 4 * v + j in its high nibble
  *   P8   q < 256: 8 vectors of 64 bytes; byte 4 * r + j of vector v is input 4 * v + j of row r
  *
- * A panel is all q [n_group][256 or 512 bytes], then d [n_scale][16] f16, then m [n_scale][16] f16 when has_m.
+ * A panel is its groups of 32 inputs one after another, a single stream to read: q (256 or 512 bytes), d [per][16] f16
+ * and, when has_m, m [per][16] f16, where per = 32 / group scales. Groups are 32-byte aligned, panels 64.
  * Without m, m = -zero * d (Q8_0: 128, Q4_0: 8, Q5_0: 16, Q6_K: 32), computed in f32 where it is used.
  *
  * Float forms: PF32 f32 [cols][16]; PF16 f16 [cols][16]; PBF16 bf16 [cols/2][16][2].
@@ -40,13 +41,14 @@ struct kern_packed {
     int n_panel;        /* ceil(rows / 16) */
     int n_group;        /* ceil(cols / 32) */
     int group;          /* inputs per scale: 32, or 16 (Q6_K) */
-    int n_scale;        /* n_group * 32 / group; 0 for float forms */
     bool has_m;
     int zero;           /* without m: m = -zero * d */
-    int q_max;          /* largest q: 15, 31, 63 or 255 */
-    size_t q_bytes;     /* of a panel's q (or floats) */
+    int q_max;          /* largest q: 15, 31, 63 or 255; 0 for float forms */
+    size_t q_bytes;     /* of a group's q (or floats) */
+    size_t group_bytes; /* of a group with its scales */
     size_t panel_bytes; /* of a panel, a multiple of 64 */
-    unsigned char *data; /* [n_panel][panel_bytes], 64-byte aligned */
+    size_t stride;      /* from panel to panel: panel_bytes, or more where two matrices are interleaved */
+    unsigned char *data; /* panel 0, 64-byte aligned */
 };
 
 /* Which copies of the activations a form needs. */
@@ -104,22 +106,25 @@ void kern_linear_scalar(struct kern_linear_fns *f);
 void kern_linear_avx2(struct kern_linear_fns *f);
 void kern_linear_avx512(struct kern_linear_fns *f);
 
-static inline const unsigned char *kern_panel_q(const struct kern_packed *w, int panel)
+/* Group g of a panel. */
+static inline const unsigned char *kern_panel_at(const struct kern_packed *w, int panel, int g)
 {
-    return w->data + (size_t)panel * w->panel_bytes;
+    return w->data + (size_t)panel * w->stride + (size_t)g * w->group_bytes;
 }
-static inline const uint16_t *kern_panel_d(const struct kern_packed *w, int panel)
+/* Scale k (0 .. per - 1) of a group: [16] f16 each. */
+static inline const uint16_t *kern_group_d(const struct kern_packed *w, const unsigned char *group, int k)
 {
-    return (const uint16_t *)(kern_panel_q(w, panel) + w->q_bytes);
+    return (const uint16_t *)(group + w->q_bytes) + (size_t)k * KERN_PANEL;
 }
-static inline const uint16_t *kern_panel_m(const struct kern_packed *w, int panel)
+static inline const uint16_t *kern_group_m(const struct kern_packed *w, const unsigned char *group, int k)
 {
-    return kern_panel_d(w, panel) + (size_t)w->n_scale * KERN_PANEL;
+    return kern_group_d(w, group, k + KERN_GROUP / w->group);
 }
-/* Room for one panel unpacked to bytes, and for its scales in f32 (d, m [n_scale][16]). */
+/* Room for one panel unpacked to bytes, and for its scales in f32 (d, m [scales][16]). */
 static inline size_t kern_mul_scratch(const struct kern_packed *w)
 {
-    return (size_t)w->n_group * KERN_GROUP * KERN_PANEL + 2 * (size_t)w->n_scale * KERN_PANEL * sizeof(float);
+    size_t n_scale = (size_t)w->n_group * (size_t)(KERN_GROUP / w->group);
+    return (size_t)w->n_group * KERN_GROUP * KERN_PANEL + 2 * n_scale * KERN_PANEL * sizeof(float);
 }
 
 #endif

@@ -18,16 +18,15 @@ void kern_pack_shape(struct kern_packed *p, const struct kern_tensor *t)
     *p = (struct kern_packed){ .rows = t->rows, .cols = t->cols, .group = 32 };
     p->n_panel = (int)((t->rows + KERN_PANEL - 1) / KERN_PANEL);
     p->n_group = (int)((t->cols + KERN_GROUP - 1) / KERN_GROUP);
-    size_t inputs = (size_t)p->n_group * KERN_GROUP;
     switch (t->type) {
     case KERN_F32:
         p->form = KERN_PF32;
-        p->q_bytes = inputs * KERN_PANEL * 4;
+        p->q_bytes = KERN_GROUP * KERN_PANEL * 4;
         break;
     case KERN_F16:
     case KERN_BF16:
         p->form = t->type == KERN_F16 ? KERN_PF16 : KERN_PBF16;
-        p->q_bytes = inputs * KERN_PANEL * 2;
+        p->q_bytes = KERN_GROUP * KERN_PANEL * 2;
         break;
     default:
         p->q_max = t->type == KERN_Q8_0 ? 255
@@ -35,13 +34,13 @@ void kern_pack_shape(struct kern_packed *p, const struct kern_tensor *t)
                    : t->type == KERN_Q5_0 || t->type == KERN_Q5_1 || t->type == KERN_Q5_K ? 31 : 15;
         p->form = p->q_max == 15 ? KERN_P4 : KERN_P8;
         p->group = t->type == KERN_Q6_K ? 16 : 32;
-        p->n_scale = p->n_group * KERN_GROUP / p->group;
         p->has_m = kern_type_has_min(t->type);
         p->zero = kern_type_zero(t->type);
-        p->q_bytes = inputs * KERN_PANEL / (p->form == KERN_P4 ? 2 : 1);
+        p->q_bytes = KERN_GROUP * KERN_PANEL / (p->form == KERN_P4 ? 2 : 1);
     }
-    size_t scales = (size_t)p->n_scale * KERN_PANEL * sizeof(uint16_t);
-    p->panel_bytes = round_up(p->q_bytes + scales * (p->has_m ? 2 : 1), 64);
+    size_t scales = p->q_max ? (size_t)(KERN_GROUP / p->group) * KERN_PANEL * sizeof(uint16_t) : 0;
+    p->group_bytes = p->q_bytes + scales * (p->has_m ? 2 : 1);
+    p->panel_bytes = p->stride = round_up((size_t)p->n_group * p->group_bytes, 64);
 }
 
 /* --- repacking one panel ------------------------------------------------------------------------------ */
@@ -55,7 +54,7 @@ static uint16_t half(float f)
 /* Row j of a panel, its 32 inputs of group g. */
 static void put_group(const struct kern_packed *p, unsigned char *panel, int j, int g, const struct kern_group *q)
 {
-    unsigned char *to = panel + (size_t)g * (p->form == KERN_P4 ? 256 : 512) + 4 * j;
+    unsigned char *group = panel + (size_t)g * p->group_bytes, *to = group + 4 * j;
     if (p->form == KERN_P8) {
         for (int v = 0; v < 8; v++)
             memcpy(to + 64 * v, q->q + 4 * v, 4);
@@ -68,12 +67,12 @@ static void put_group(const struct kern_packed *p, unsigned char *panel, int j, 
             memcpy(to + 64 * v, &lo, 4);
         }
     }
-    uint16_t *d = (uint16_t *)(panel + p->q_bytes), *m = d + (size_t)p->n_scale * KERN_PANEL;
+    uint16_t *d = (uint16_t *)(group + p->q_bytes) + j;
     int per = KERN_GROUP / p->group;
     for (int k = 0; k < per; k++)
-        d[(size_t)(g * per + k) * KERN_PANEL + j] = half(q->d[k]);
+        d[k * KERN_PANEL] = half(q->d[k]);
     if (p->has_m)
-        m[(size_t)g * KERN_PANEL + j] = half(q->m);
+        d[per * KERN_PANEL] = half(q->m);
 }
 
 static void pack_row_quant(const struct kern_packed *p, int type, unsigned char *panel, int j, const void *row)
@@ -90,15 +89,15 @@ static void pack_row_q4(const struct kern_packed *p, int type, unsigned char *pa
 {
     const unsigned char *b = row;
     size_t block = kern_type_block_bytes(type);
-    uint16_t *d = (uint16_t *)(panel + p->q_bytes) + j, *m = d + (size_t)p->n_scale * KERN_PANEL;
     for (int g = 0; g < p->n_group; g++, b += block) {
-        unsigned char *to = panel + (size_t)g * 256 + 4 * j;
+        unsigned char *group = panel + (size_t)g * p->group_bytes, *to = group + 4 * j;
+        uint16_t *d = (uint16_t *)(group + p->q_bytes) + j;
         const unsigned char *qs = b + block - 16;
         for (int v = 0; v < 4; v++)
             memcpy(to + 64 * v, qs + 4 * v, 4);
-        memcpy(&d[(size_t)g * KERN_PANEL], b, 2);
+        memcpy(d, b, 2);
         if (p->has_m)
-            memcpy(&m[(size_t)g * KERN_PANEL], b + 2, 2);
+            memcpy(d + KERN_PANEL, b + 2, 2);
     }
 }
 
@@ -119,10 +118,10 @@ static void pack_row_float(const struct kern_packed *p, int type, unsigned char 
 
 void kern_pack_panel(const struct kern_packed *p, const struct kern_tensor *t, int panel)
 {
-    unsigned char *to = p->data + (size_t)panel * p->panel_bytes;
+    unsigned char *to = p->data + (size_t)panel * p->stride;
     size_t row_bytes = kern_row_bytes(t->type, t->cols);
     void (*pack)(const struct kern_packed *, int, unsigned char *, int, const void *) =
-        t->type == KERN_Q4_0 || t->type == KERN_Q4_1 ? pack_row_q4 : p->n_scale ? pack_row_quant : pack_row_float;
+        t->type == KERN_Q4_0 || t->type == KERN_Q4_1 ? pack_row_q4 : p->q_max ? pack_row_quant : pack_row_float;
     for (int j = 0; j < KERN_PANEL; j++) {
         int64_t row = (int64_t)panel * KERN_PANEL + j;
         if (row < p->rows)

@@ -78,7 +78,7 @@ END_TEST
 static double packed_weight(const struct kern_packed *w, int64_t row, int64_t i)
 {
     int panel = (int)(row / 16), j = (int)(row % 16);
-    const unsigned char *q = kern_panel_q(w, panel);
+    const unsigned char *q = kern_panel_at(w, panel, 0), *group = kern_panel_at(w, panel, (int)(i / 32));
     if (w->form == KERN_PF32)
         return (double)((const float *)q)[i * 16 + j];
     if (w->form == KERN_PF16)
@@ -87,12 +87,11 @@ static double packed_weight(const struct kern_packed *w, int64_t row, int64_t i)
         return (double)kern_bf16_to_f32(((const uint16_t *)q)[i / 2 * 32 + 2 * j + i % 2]);
     int in = (int)(i % 32), v = in / 4, byte = 4 * j + in % 4, value;
     if (w->form == KERN_P8)
-        value = q[i / 32 * 512 + 64 * v + byte];
+        value = group[64 * v + byte];
     else
-        value = v < 4 ? q[i / 32 * 256 + 64 * v + byte] & 15 : q[i / 32 * 256 + 64 * (v - 4) + byte] >> 4;
-    int64_t s = i / w->group * 16 + j;
-    double d = (double)kern_f16_to_f32(kern_panel_d(w, panel)[s]);
-    return w->has_m ? d * value + (double)kern_f16_to_f32(kern_panel_m(w, panel)[s]) : d * (value - w->zero);
+        value = v < 4 ? group[64 * v + byte] & 15 : group[64 * (v - 4) + byte] >> 4;
+    double d = (double)kern_f16_to_f32(kern_group_d(w, group, in / w->group)[j]);
+    return w->has_m ? d * value + (double)kern_f16_to_f32(kern_group_m(w, group, 0)[j]) : d * (value - w->zero);
 }
 
 START_TEST(test_repack)

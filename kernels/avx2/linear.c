@@ -13,7 +13,8 @@
 #include "kernels/avx2/v16.h"
 #include "kernels/isa_rows.h"
 
-#define TILE   4 /* rows of a tile */
+#define TILE   4    /* rows of a tile */
+#define AHEAD  2048 /* bytes: how far a single row prefetches its weights */
 #define INLINE static inline __attribute__((always_inline))
 
 /* Keeps a running sum a running sum: compilers reorder long integer additions into trees, whose leaves then don't fit
@@ -59,16 +60,18 @@ INLINE __m256 half8(const uint16_t *p)
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
 
-/* d and m of scales [k0, k0 + n) in f32: sd, sm [n][16]. */
-static void scales_f32(const struct kern_packed *w, int panel, int k0, int n, float *sd, float *sm)
+/* d and m of n_group groups in f32: sd, sm [n_group][per][16]. */
+static void scales_f32(const struct kern_packed *w, const uint8_t *group, int n_group, float *sd, float *sm)
 {
-    const uint16_t *d = kern_panel_d(w, panel) + (size_t)k0 * KERN_PANEL;
-    const uint16_t *m = kern_panel_m(w, panel) + (size_t)k0 * KERN_PANEL;
+    int n = KERN_GROUP / w->group * KERN_PANEL;
     __m256 zero = _mm256_set1_ps((float)-w->zero);
-    for (int i = 0; i < n * KERN_PANEL; i += 8) {
-        __m256 vd = half8(d + i);
-        _mm256_store_ps(sd + i, vd);
-        _mm256_store_ps(sm + i, w->has_m ? half8(m + i) : _mm256_mul_ps(vd, zero));
+    for (int g = 0; g < n_group; g++, group += w->group_bytes, sd += n, sm += n) {
+        const uint16_t *d = kern_group_d(w, group, 0), *m = kern_group_m(w, group, 0);
+        for (int i = 0; i < n; i += 8) {
+            __m256 vd = half8(d + i);
+            _mm256_store_ps(sd + i, vd);
+            _mm256_store_ps(sm + i, w->has_m ? half8(m + i) : _mm256_mul_ps(vd, zero));
+        }
     }
 }
 
@@ -92,17 +95,32 @@ INLINE void scale_acc(__m256 acc[2], const __m256i i[2], const float *sd, const 
     }
 }
 
-/* u [n_group][8][64] bytes. R rows; `per` scales in a group: 1, or 2 with 16-input scales; `run` vpmaddubsw results
+/* The panel that follows in memory, brought into L2 group by group while this one is computed: a pass over few rows
+ * waits for nothing but memory. NULL: not again. */
+struct ahead {
+    const uint8_t *panel;
+    size_t step; /* from group to group */
+};
+
+INLINE void ahead_fetch(const struct ahead *a, int g)
+{
+    if (a->panel)
+        for (size_t i = 0; i < a->step; i += 64)
+            _mm_prefetch((const char *)a->panel + (size_t)g * a->step + i, _MM_HINT_T1);
+}
+
+/* u: [8][64] bytes a group, `step` from group to group. R rows; `per` scales in a group: 1, or 2 with 16-input scales; `run` vpmaddubsw results
  * added in 16 bits. */
-INLINE void tile_bytes(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, int n_group,
-                       float *out, const int R, const int per, const int run)
+INLINE void tile_bytes(const uint8_t *u, size_t step, const float *sd, const float *sm, const struct tile *t,
+                       const struct ahead *next, int n_group, float *out, const int R, const int per, const int run)
 {
     const __m256i ones = _mm256_set1_epi16(1);
     __m256 acc[TILE][2];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
         acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-    for (int g = 0; g < n_group; g++) {
+    for (int g = 0; g < n_group; g++, u += step) {
+        ahead_fetch(next, g);
 #pragma GCC unroll 2
         for (int s = 0; s < per; s++, sd += KERN_PANEL, sm += KERN_PANEL) {
             __m256i sum[TILE][2];
@@ -110,9 +128,10 @@ INLINE void tile_bytes(const uint8_t *u, const float *sd, const float *sm, const
             for (int c = 0; c < 8 / per / run; c++) {
                 __m256i p[TILE][2];
 #pragma GCC unroll 8
-                for (int v = 0; v < run; v++, u += 64) {
-                    __m256i w0 = _mm256_load_si256((const __m256i *)u);
-                    __m256i w1 = _mm256_load_si256((const __m256i *)(u + 32));
+                for (int v = 0; v < run; v++) {
+                    const uint8_t *at = u + 64 * (s * 4 + c * run + v);
+                    __m256i w0 = _mm256_load_si256((const __m256i *)at);
+                    __m256i w1 = _mm256_load_si256((const __m256i *)(at + 32));
 #pragma GCC unroll 6
                     for (int r = 0; r < R; r++) {
                         __m256i b = quad(t->q8 + r * t->ld_q + g * KERN_GROUP + 16 * s + 4 * (c * run + v));
@@ -141,19 +160,21 @@ INLINE void tile_bytes(const uint8_t *u, const float *sd, const float *sm, const
 }
 
 /* q up to 255: even and odd bytes as 16-bit values against activations in the order 0 2 1 3. */
-INLINE void tile_wide(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, int n_group,
-                      float *out, const int R)
+INLINE void tile_wide(const uint8_t *u, size_t step, const float *sd, const float *sm, const struct tile *t,
+                      const struct ahead *next, int n_group, float *out, const int R)
 {
     const __m256i low = _mm256_set1_epi16(0xff);
     __m256 acc[TILE][2];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
         acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-    for (int k = 0; k < n_group; k++) {
+    for (int k = 0; k < n_group; k++, u += step) {
         __m256i sum[TILE][2];
+        ahead_fetch(next, k);
 #pragma GCC unroll 8
-        for (int v = 0; v < 8; v++, u += 64) {
-            __m256i w0 = _mm256_load_si256((const __m256i *)u), w1 = _mm256_load_si256((const __m256i *)(u + 32));
+        for (int v = 0; v < 8; v++) {
+            __m256i w0 = _mm256_load_si256((const __m256i *)(u + 64 * v));
+            __m256i w1 = _mm256_load_si256((const __m256i *)(u + 64 * v + 32));
             __m256i e0 = _mm256_and_si256(w0, low), o0 = _mm256_srli_epi16(w0, 8);
             __m256i e1 = _mm256_and_si256(w1, low), o1 = _mm256_srli_epi16(w1, 8);
 #pragma GCC unroll 4
@@ -181,18 +202,15 @@ INLINE void tile_wide(const uint8_t *u, const float *sd, const float *sm, const 
 /* One row straight from a P4 panel: nibbles are unpacked in registers. */
 static void row_p4(const struct kern_packed *w, int panel, int g0, const struct tile *t, int n_group, float *out)
 {
-    const uint8_t *u = kern_panel_q(w, panel) + (size_t)g0 * 256;
-    const uint16_t *d = kern_panel_d(w, panel) + (size_t)g0 * KERN_PANEL;
-    const uint16_t *m = kern_panel_m(w, panel) + (size_t)g0 * KERN_PANEL;
+    const uint8_t *u = kern_panel_at(w, panel, g0);
     const __m256i ones = _mm256_set1_epi16(1), nibble = _mm256_set1_epi8(15);
     const __m256 zero = _mm256_set1_ps((float)-w->zero);
     __m256 acc[2] = { _mm256_setzero_ps(), _mm256_setzero_ps() };
-    for (int k = 0; k < n_group; k++, u += 256, d += KERN_PANEL, m += KERN_PANEL) {
+    for (int k = 0; k < n_group; k++, u += w->group_bytes) {
+        const uint16_t *d = kern_group_d(w, u, 0), *m = kern_group_m(w, u, 0);
         __m256i p[2][2];
-        _mm_prefetch((const char *)u + 2048, _MM_HINT_T0);
-        _mm_prefetch((const char *)u + 2112, _MM_HINT_T0);
-        _mm_prefetch((const char *)u + 2176, _MM_HINT_T0);
-        _mm_prefetch((const char *)u + 2240, _MM_HINT_T0);
+        for (int i = 0; i < 320; i += 64)
+            _mm_prefetch((const char *)u + AHEAD + i, _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int v = 0; v < 4; v++) {
             __m256i lo = quad(t->q8 + k * KERN_GROUP + 4 * v), hi = quad(t->q8 + k * KERN_GROUP + 16 + 4 * v);
@@ -216,11 +234,11 @@ static void row_p4(const struct kern_packed *w, int panel, int g0, const struct 
     _mm256_store_ps(out + 8, acc[1]);
 }
 
-/* P4 [n_group][256] to bytes [n_group][8][64]. */
-static void unpack_p4(const uint8_t *q, int n_group, uint8_t *u)
+/* P4 groups, `step` apart, to bytes [n_group][8][64]. */
+static void unpack_p4(const uint8_t *q, size_t step, int n_group, uint8_t *u)
 {
     const __m256i nibble = _mm256_set1_epi8(15);
-    for (int g = 0; g < n_group; g++, q += 256, u += 512)
+    for (int g = 0; g < n_group; g++, q += step, u += 512)
         for (int v = 0; v < 256; v += 32) {
             __m256i x = _mm256_load_si256((const __m256i *)(q + v));
             _mm256_store_si256((__m256i *)(u + v), _mm256_and_si256(x, nibble));
@@ -228,20 +246,19 @@ static void unpack_p4(const uint8_t *q, int n_group, uint8_t *u)
         }
 }
 
-typedef void tile_fn(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, int n_group,
-                     float *out);
-
-#define TILE_BYTES(bits, R, per, run)                                                                        \
-    static void tile_q##bits##_##R(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, \
-                                   int n_group, float *out)                                                  \
-    {                                                                                                        \
-        tile_bytes(u, sd, sm, t, n_group, out, R, per, run);                                                 \
+#define TILE_ARGS                                                                                        \
+    const uint8_t *u, size_t step, const float *sd, const float *sm, const struct tile *t,               \
+        const struct ahead *next, int n_group, float *out
+typedef void tile_fn(TILE_ARGS);
+#define TILE_BYTES(bits, R, per, run)                                    \
+    static void tile_q##bits##_##R(TILE_ARGS)                            \
+    {                                                                    \
+        tile_bytes(u, step, sd, sm, t, next, n_group, out, R, per, run); \
     }
-#define TILE_WIDE(R)                                                                                \
-    static void tile_q8_##R(const uint8_t *u, const float *sd, const float *sm, const struct tile *t, \
-                            int n_group, float *out)                                                \
-    {                                                                                               \
-        tile_wide(u, sd, sm, t, n_group, out, R);                                                   \
+#define TILE_WIDE(R)                                          \
+    static void tile_q8_##R(TILE_ARGS)                        \
+    {                                                         \
+        tile_wide(u, step, sd, sm, t, next, n_group, out, R); \
     }
 TILE_BYTES(4, 1, 1, 8)
 TILE_BYTES(4, 2, 1, 8)
@@ -271,24 +288,26 @@ static void mul_quant(const struct kern_packed *w, int panel, int g0, const stru
                       int n_row, float *acc, void *scratch)
 {
     int kind = w->q_max <= 15 ? 0 : w->q_max <= 31 ? 1 : w->q_max <= 63 ? 2 : 3;
-    int per = KERN_GROUP / w->group, n_scale = a->n_group * per;
-    const uint8_t *u = kern_panel_q(w, panel) + (size_t)g0 * (w->form == KERN_P4 ? 256 : 512);
-    float *sd = scratch, *sm = sd + (size_t)n_scale * KERN_PANEL;
-    if (w->form == KERN_P4) {
-        if (n_row == 1) {
-            struct tile t = tile_at(a, row0);
-            row_p4(w, panel, g0, &t, a->n_group, acc);
-            return;
-        }
-        uint8_t *bytes = (uint8_t *)(sm + (size_t)n_scale * KERN_PANEL);
-        unpack_p4(u, a->n_group, bytes);
-        u = bytes;
+    size_t n_scale = (size_t)a->n_group * (size_t)(KERN_GROUP / w->group), step = w->group_bytes;
+    const uint8_t *u = kern_panel_at(w, panel, g0);
+    float *sd = scratch, *sm = sd + n_scale * KERN_PANEL;
+    if (w->form == KERN_P4 && n_row == 1) {
+        struct tile t = tile_at(a, row0);
+        row_p4(w, panel, g0, &t, a->n_group, acc);
+        return;
     }
-    scales_f32(w, panel, g0 * per, n_scale, sd, sm);
-    for (int r = 0; r < n_row; r += TILE) {
+    scales_f32(w, u, a->n_group, sd, sm);
+    if (w->form == KERN_P4) {
+        uint8_t *bytes = (uint8_t *)(sm + n_scale * KERN_PANEL);
+        unpack_p4(u, step, a->n_group, bytes);
+        u = bytes;
+        step = 512;
+    }
+    struct ahead next = { kern_panel_at(w, panel, g0) + w->panel_bytes, w->group_bytes };
+    for (int r = 0; r < n_row; r += TILE, next.panel = NULL) {
         int n = n_row - r < TILE ? n_row - r : TILE;
         struct tile t = tile_at(a, row0 + r);
-        tiles[kind][n - 1](u, sd, sm, &t, a->n_group, acc + (size_t)r * KERN_PANEL);
+        tiles[kind][n - 1](u, step, sd, sm, &t, &next, a->n_group, acc + (size_t)r * KERN_PANEL);
     }
 }
 
@@ -349,8 +368,7 @@ static void avx2_mul(const struct kern_packed *w, int panel, int g0, const struc
         mul_quant(w, panel, g0, a, row0, n_row, acc, scratch);
         return;
     }
-    size_t width = w->form == KERN_PF32 ? 4 : 2;
-    const unsigned char *p = kern_panel_q(w, panel) + (size_t)g0 * KERN_GROUP * KERN_PANEL * width;
+    const unsigned char *p = kern_panel_at(w, panel, g0);
     const float *x = a->f32 + (size_t)row0 * a->n_group * KERN_GROUP;
     if (w->form == KERN_PF32)
         mul_float(p, KERN_PF32, x, a->n_group, n_row, acc);

@@ -12,6 +12,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define TILE   12
+#define AHEAD  2048 /* bytes: how far single rows prefetch their weights */
 
 /* Where a tile reads its activations: row 0, and the distances of rows. */
 struct tile {
@@ -53,32 +54,49 @@ INLINE __m512 scale_acc(__m512 acc, __m512i i, __m512 dw, __m512 mw, float da, f
     return _mm512_fmadd_ps(_mm512_set1_ps(sa), mw, acc);
 }
 
-/* The panel's scales from the tile's first one. */
+/* The tile's scales: those of its first group, and the distance of groups. */
 struct scales {
-    const uint16_t *d, *m;
+    const unsigned char *d;
+    size_t step, m; /* m: from d */
     bool has_m;
     __m512 zero;
 };
 
-INLINE struct scales scales_at(const struct kern_packed *w, int panel, int k0)
+INLINE struct scales scales_at(const struct kern_packed *w, const unsigned char *group)
 {
     return (struct scales){
-        .d = kern_panel_d(w, panel) + (size_t)k0 * KERN_PANEL,
-        .m = kern_panel_m(w, panel) + (size_t)k0 * KERN_PANEL,
+        .d = group + w->q_bytes,
+        .step = w->group_bytes,
+        .m = (size_t)(KERN_GROUP / w->group) * KERN_PANEL * sizeof(uint16_t),
         .has_m = w->has_m,
         .zero = _mm512_set1_ps((float)-w->zero),
     };
 }
 
-INLINE __m512 scale_m(const struct scales *s, int k, __m512 dw)
+INLINE __m512 scale_m(const struct scales *s, const unsigned char *d, __m512 dw)
 {
-    return s->has_m ? half16(s->m + (size_t)k * KERN_PANEL) : _mm512_mul_ps(dw, s->zero);
+    return s->has_m ? half16((const uint16_t *)(d + s->m)) : _mm512_mul_ps(dw, s->zero);
 }
 
-/* u [n_group][8][64] bytes; `per` scales in a group: 1, or 2 with 16-input scales. */
-INLINE void tile_bytes(const uint8_t *u, const struct scales *sc, const struct tile *t, int n_group, float *out,
-                       const int R, const int per)
+/* The panel that follows in memory, brought into L2 group by group while this one is computed: a pass over few rows
+ * waits for nothing but memory. NULL: not again. */
+struct ahead {
+    const uint8_t *panel;
+    size_t step; /* from group to group */
+};
+
+INLINE void ahead_fetch(const struct ahead *a, int g)
 {
+    if (a->panel)
+        for (size_t i = 0; i < a->step; i += 64)
+            _mm_prefetch((const char *)a->panel + (size_t)g * a->step + i, _MM_HINT_T1);
+}
+
+/* u: [8][64] bytes a group, `step` from group to group; `per` scales in a group: 1, or 2 with 16-input scales. */
+INLINE void tile_bytes(const uint8_t *u, size_t step, const struct scales *sc, const struct tile *t,
+                       const struct ahead *next, int n_group, float *out, const int R, const int per)
+{
+    const unsigned char *d = sc->d;
     __m512 acc[TILE];
     const int8_t *q[TILE / 3];
     const float *f[TILE / 3];
@@ -91,9 +109,8 @@ INLINE void tile_bytes(const uint8_t *u, const struct scales *sc, const struct t
         q[i] = t->q8 + 3 * i * ld_q;
         f[i] = t->scale + 3 * i * ld_s;
     }
-    for (int g = 0; g < n_group; g++) {
-        if (R == 1)
-            _mm_prefetch((const char *)u + 2048, _MM_HINT_T0);
+    for (int g = 0; g < n_group; g++, u += step, d += sc->step) {
+        ahead_fetch(next, g);
 #pragma GCC unroll 4
         for (int i = 0; i < (R + 2) / 3; i++) {
             KEEP_POINTER(q[i]);
@@ -103,14 +120,15 @@ INLINE void tile_bytes(const uint8_t *u, const struct scales *sc, const struct t
         for (int h = 0; h < per; h++) {
             __m512i sum[TILE];
 #pragma GCC unroll 8
-            for (int v = 0; v < 8 / per; v++, u += 64) {
-                __m512i w = _mm512_load_si512(u);
+            for (int v = 0; v < 8 / per; v++) {
+                __m512i w = _mm512_loadu_si512(u + 64 * (4 * h + v));
 #pragma GCC unroll 12
                 for (int r = 0; r < R; r++)
                     sum[r] = _mm512_dpbusd_epi32(v ? sum[r] : _mm512_setzero_si512(), w,
                                                  quad(q[r / 3] + r % 3 * ld_q + 16 * h + 4 * v));
             }
-            __m512 dw = half16(sc->d + (size_t)(g * per + h) * KERN_PANEL), mw = scale_m(sc, g * per + h, dw);
+            const unsigned char *dh = d + (size_t)h * KERN_PANEL * sizeof(uint16_t);
+            __m512 dw = half16((const uint16_t *)dh), mw = scale_m(sc, dh, dw);
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
                 const float *s = f[r / 3] + r % 3 * ld_s;
@@ -132,17 +150,18 @@ INLINE void tile_bytes(const uint8_t *u, const struct scales *sc, const struct t
 INLINE void tile_nibbles(const uint8_t *u, const struct scales *sc, const struct tile *t, int n_group, float *out,
                          const int R)
 {
+    const unsigned char *d = sc->d;
     const __m512i nibble = _mm512_set1_epi8(15);
     __m512 acc[4];
     for (int r = 0; r < R; r++)
         acc[r] = _mm512_setzero_ps();
-    for (int k = 0; k < n_group; k++, u += 256) {
+    for (int k = 0; k < n_group; k++, u += sc->step, d += sc->step) {
         __m512i sum[4][2];
-        _mm_prefetch((const char *)u + 2048, _MM_HINT_T0);
-        _mm_prefetch((const char *)u + 2176, _MM_HINT_T0);
+        for (int i = 0; i < 320; i += 64)
+            _mm_prefetch((const char *)u + AHEAD + i, _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int v = 0; v < 4; v++) {
-            __m512i x = _mm512_load_si512(u + 64 * v);
+            __m512i x = _mm512_loadu_si512(u + 64 * v);
             __m512i lo = _mm512_and_si512(x, nibble), hi = _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
@@ -151,7 +170,7 @@ INLINE void tile_nibbles(const uint8_t *u, const struct scales *sc, const struct
                 sum[r][1] = _mm512_dpbusd_epi32(v ? sum[r][1] : _mm512_setzero_si512(), hi, quad(q + 16));
             }
         }
-        __m512 dw = half16(sc->d + (size_t)k * KERN_PANEL), mw = scale_m(sc, k, dw);
+        __m512 dw = half16((const uint16_t *)d), mw = scale_m(sc, d, dw);
         for (int r = 0; r < R; r++)
             acc[r] = scale_acc(acc[r], _mm512_add_epi32(sum[r][0], sum[r][1]), dw, mw, t->scale[r * t->ld_s + 4 * k],
                                t->scale[r * t->ld_s + 4 * k + 1]);
@@ -160,25 +179,27 @@ INLINE void tile_nibbles(const uint8_t *u, const struct scales *sc, const struct
         _mm512_store_ps(out + r * KERN_PANEL, acc[r]);
 }
 
-/* P4 [n_group][256] to bytes [n_group][8][64]. */
-static void unpack_p4(const uint8_t *q, int n_group, uint8_t *u)
+/* P4 groups, `step` apart, to bytes [n_group][8][64]. */
+static void unpack_p4(const uint8_t *q, size_t step, int n_group, uint8_t *u)
 {
     const __m512i nibble = _mm512_set1_epi8(15);
-    for (int g = 0; g < n_group; g++, q += 256, u += 512)
+    for (int g = 0; g < n_group; g++, q += step, u += 512)
         for (int v = 0; v < 256; v += 64) {
-            __m512i x = _mm512_load_si512(q + v);
+            __m512i x = _mm512_loadu_si512(q + v);
             _mm512_store_si512(u + v, _mm512_and_si512(x, nibble));
             _mm512_store_si512(u + 256 + v, _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble));
         }
 }
 
-typedef void tile_fn(const uint8_t *u, const struct scales *sc, const struct tile *t, int n_group, float *out);
+typedef void tile_fn(const uint8_t *u, size_t step, const struct scales *sc, const struct tile *t,
+                     const struct ahead *next, int n_group, float *out);
+typedef void nibbles_fn(const uint8_t *u, const struct scales *sc, const struct tile *t, int n_group, float *out);
 
-#define TILE_BYTES(R, per)                                                                                     \
-    static void tile_##per##_##R(const uint8_t *u, const struct scales *sc, const struct tile *t, int n_group, \
-                                 float *out)                                                                   \
-    {                                                                                                          \
-        tile_bytes(u, sc, t, n_group, out, R, per);                                                            \
+#define TILE_BYTES(R, per)                                                                                         \
+    static void tile_##per##_##R(const uint8_t *u, size_t step, const struct scales *sc, const struct tile *t,     \
+                                 const struct ahead *next, int n_group, float *out)                                \
+    {                                                                                                              \
+        tile_bytes(u, step, sc, t, next, n_group, out, R, per);                                                    \
     }
 #define TILE_NIBBLES(R)                                                                                               \
     static void nibbles_##R(const uint8_t *u, const struct scales *sc, const struct tile *t, int n_group, float *out) \
@@ -202,29 +223,32 @@ TILE_NIBBLES(4)
             tile_##q##_8, tile_##q##_9, tile_##q##_10, tile_##q##_11, tile_##q##_12                            \
     }
 static tile_fn *const tiles[2][TILE] = { TILE_ROW(1), TILE_ROW(2) };
-static tile_fn *const nibbles[4] = { nibbles_1, nibbles_2, nibbles_3, nibbles_4 };
+static nibbles_fn *const nibbles[4] = { nibbles_1, nibbles_2, nibbles_3, nibbles_4 };
 
 static void mul_quant(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row0,
                       int n_row, float *acc, void *scratch)
 {
     int per = KERN_GROUP / w->group;
-    struct scales sc = scales_at(w, panel, g0 * per);
-    const uint8_t *u = kern_panel_q(w, panel) + (size_t)g0 * (w->form == KERN_P4 ? 256 : 512);
+    const uint8_t *u = kern_panel_at(w, panel, g0);
+    struct scales sc = scales_at(w, u);
+    size_t step = w->group_bytes;
     if (w->form == KERN_P4) {
         if (n_row <= 4) {
             struct tile t = tile_at(a, row0);
             nibbles[n_row - 1](u, &sc, &t, a->n_group, acc);
             return;
         }
-        unpack_p4(u, a->n_group, scratch);
+        unpack_p4(u, step, a->n_group, scratch);
         u = scratch;
+        step = 512;
     }
     /* n_row in equal tiles: 13 rows are 7 + 6, not 12 + 1 */
     int n_tile = (n_row + TILE - 1) / TILE;
-    for (int i = 0, r = 0; i < n_tile; i++) {
+    struct ahead next = { kern_panel_at(w, panel, g0) + w->panel_bytes, w->group_bytes };
+    for (int i = 0, r = 0; i < n_tile; i++, next.panel = NULL) {
         int n = (n_row - r + n_tile - i - 1) / (n_tile - i);
         struct tile t = tile_at(a, row0 + r);
-        tiles[per - 1][n - 1](u, &sc, &t, a->n_group, acc + (size_t)r * KERN_PANEL);
+        tiles[per - 1][n - 1](u, step, &sc, &t, &next, a->n_group, acc + (size_t)r * KERN_PANEL);
         r += n;
     }
 }
@@ -281,8 +305,7 @@ static void avx512_mul(const struct kern_packed *w, int panel, int g0, const str
         mul_quant(w, panel, g0, a, row0, n_row, acc, scratch);
         return;
     }
-    size_t width = w->form == KERN_PF32 ? 4 : 2;
-    const unsigned char *p = kern_panel_q(w, panel) + (size_t)g0 * KERN_GROUP * KERN_PANEL * width;
+    const unsigned char *p = kern_panel_at(w, panel, g0);
     const float *x = a->f32 + (size_t)row0 * a->n_group * KERN_GROUP;
     if (w->form == KERN_PF32)
         mul_float(p, KERN_PF32, x, a->n_group, n_row, acc);

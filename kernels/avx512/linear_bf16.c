@@ -35,7 +35,7 @@ void kern_mul_pbf16_avx512bf16(const struct kern_packed *w, int panel, int g0, c
                                int n_row, float *acc)
 {
     size_t ld = (size_t)a->n_group * KERN_GROUP;
-    const unsigned char *p = kern_panel_q(w, panel) + (size_t)g0 * KERN_GROUP * KERN_PANEL * 2;
+    const unsigned char *p = kern_panel_at(w, panel, g0);
     const uint16_t *x = a->bf16 + (size_t)row0 * ld;
     int r = 0;
     for (; r + 8 <= n_row; r += 8)

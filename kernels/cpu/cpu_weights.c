@@ -14,6 +14,9 @@ static size_t round_up(size_t n, size_t to)
 
 /* --- all matrices ---------------------------------------------------------------------------------------- */
 
+/* The order of a layer's matrices in the list: wq wk wv wo gate up down. */
+enum { UP = 5, LAYER_MATS = 7 };
+
 struct load {
     struct cpu *c;
     struct skv_error *err;
@@ -109,6 +112,15 @@ static void pack_item(void *arg, int item, int worker)
         kern_pack_panel(&m->p, &m->src, p);
 }
 
+/* A gated item reads a panel of gate, then the same one of up: let them lie so. */
+static void interleave(struct kern_packed *gate, struct kern_packed *up)
+{
+    if (gate->panel_bytes != up->panel_bytes || gate->n_panel != up->n_panel)
+        return;
+    up->data = gate->data + gate->panel_bytes;
+    gate->stride = up->stride = 2 * gate->panel_bytes;
+}
+
 static int pack_all(struct load *l)
 {
     struct cpu_weights *w = l->c->w;
@@ -124,6 +136,8 @@ static int pack_all(struct load *l)
         struct kern_packed *p = &l->mat[i]->p;
         p->data = w->arena + at;
         at += (size_t)p->n_panel * p->panel_bytes;
+        if (i % LAYER_MATS == UP)
+            interleave(&l->mat[i - 1]->p, p);
         l->first[i + 1] = l->first[i] + (p->n_panel + l->chunk - 1) / l->chunk;
     }
     workers_run(l->c->workers, l->first[l->n_mat], pack_item, l);
@@ -136,7 +150,7 @@ int cpu_weights_load(struct cpu *c, const struct ops_model_src *src, struct skv_
 {
     struct load l = { .c = c, .err = err };
     struct cpu_weights *w = c->w = calloc(1, sizeof *w);
-    l.mat = calloc((size_t)c->d.n_layer * 7 + 1, sizeof *l.mat);
+    l.mat = calloc((size_t)c->d.n_layer * LAYER_MATS + 1, sizeof *l.mat);
     if (w)
         w->layer = calloc((size_t)c->d.n_layer, sizeof *w->layer);
     int rc = -1;

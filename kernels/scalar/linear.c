@@ -104,11 +104,10 @@ static inline void v16_store_i16(int16_t *p, v16 a)
 
 #include "kernels/isa_rows.h"
 
-/* q of input i (of the panel's own, padded inputs) and panel row j. */
-static int packed_q(const struct kern_packed *w, const unsigned char *q, int i, int j)
+/* q of input i of a group and panel row j. */
+static int packed_q(const struct kern_packed *w, const unsigned char *group, int i, int j)
 {
-    const unsigned char *group = q + (size_t)(i / 32) * (w->form == KERN_P4 ? 256 : 512);
-    int v = i % 32 / 4, byte = 4 * j + i % 4;
+    int v = i / 4, byte = 4 * j + i % 4;
     if (w->form == KERN_P8)
         return group[64 * v + byte];
     return v < 4 ? group[64 * v + byte] & 15 : group[64 * (v - 4) + byte] >> 4;
@@ -116,19 +115,17 @@ static int packed_q(const struct kern_packed *w, const unsigned char *q, int i, 
 
 static float mul_quant(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row, int j)
 {
-    const unsigned char *q = kern_panel_q(w, panel);
-    const uint16_t *d = kern_panel_d(w, panel), *m = kern_panel_m(w, panel);
     const int8_t *x = a->q8 + (size_t)row * a->n_group * 32;
     int per = 32 / w->group; /* scales in 32 inputs */
     float acc = 0;
     for (int k = 0; k < a->n_group * per; k++) {
-        size_t s = (size_t)(g0 * per + k) * KERN_PANEL + j;
+        const unsigned char *group = kern_panel_at(w, panel, g0 + k / per);
         const float *scale = a->scale + 4 * ((size_t)row * a->n_group + k / per);
         int dot = 0;
         for (int i = 0; i < w->group; i++)
-            dot += packed_q(w, q, g0 * 32 + k * w->group + i, j) * x[k * w->group + i];
-        float dw = kern_f16_to_f32(d[s]);
-        float mw = w->has_m ? kern_f16_to_f32(m[s]) : dw * (float)-w->zero;
+            dot += packed_q(w, group, k % per * w->group + i, j) * x[k * w->group + i];
+        float dw = kern_f16_to_f32(kern_group_d(w, group, k % per)[j]);
+        float mw = w->has_m ? kern_f16_to_f32(kern_group_m(w, group, k % per)[j]) : dw * (float)-w->zero;
         float sa = scale[per == 1 ? 1 : 2 + k % 2];
         acc = fmaf((float)dot * dw, scale[0], acc);
         acc = fmaf(sa, mw, acc);
@@ -138,11 +135,11 @@ static float mul_quant(const struct kern_packed *w, int panel, int g0, const str
 
 static float mul_float(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row, int j)
 {
-    const unsigned char *p = kern_panel_q(w, panel);
+    const unsigned char *p = kern_panel_at(w, panel, g0);
     const float *x = a->f32 + (size_t)row * a->n_group * 32;
     float acc = 0;
     for (int i = 0; i < a->n_group * 32; i++) {
-        size_t c = (size_t)g0 * 32 + i;
+        size_t c = (size_t)i;
         float v;
         if (w->form == KERN_PF32)
             v = ((const float *)p)[c * KERN_PANEL + j];
