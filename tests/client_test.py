@@ -289,8 +289,9 @@ class Slow(WithFake):
         time.sleep(0.3)
         seqs = self.d.json("ps")
         self.assertEqual(len(seqs), 1)
-        self.d.ctl("cancel", str(seqs[0]["id"]))
-        self.assertEqual(p.wait(20), 1)
+        self.assertIn("forbidden", self.d.ctl("cancel", str(seqs[0]["id"]), status=1).stderr)
+        p.terminate()
+        p.wait(20)
         self.assertIn("forbidden", self.d.ctl("kv", status=1).stderr)
 
 
@@ -469,6 +470,19 @@ class Sessions(WithFake):
     def test_a_session_stays_listed(self):
         self.d.ctl("run", "--session", "mine", "x")
         self.assertIn("mine", self.d.ctl("ps").stdout)
+
+
+class Cancel(WithFake):
+    args = ("--delay-ms", "30")
+
+    def test_cancel(self):
+        for args in ((), ("--mine",)):
+            p = subprocess.Popen([SKVCTL, "-s", self.d.socket, "run", "--ignore-eos", "-n", "5000", "x"],
+                                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            while not self.d.json("ps"):
+                time.sleep(0.05)
+            self.d.ctl("cancel", *(args or [str(self.d.json("ps")[0]["id"])]))
+            self.assertEqual(p.wait(20), 1)
 
 
 class Shutdown(unittest.TestCase):

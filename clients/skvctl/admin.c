@@ -47,8 +47,8 @@ int cmd_kill(struct ctl *ctl, int argc, char **argv)
     return status;
 }
 
-/* `cancel` on the wire names a request of the same connection, which a program of its own never has. So: the sequences
- * in the argument, or, with --mine, all of this user's that are in work. */
+/* `cancel` on the wire names a request of the same connection, which a program of its own never has: a sequence is ended with
+ * `kill`, whose right administrators have, and so everybody over a daemon of one's own. */
 static struct {
     bool mine;
 } can;
@@ -62,7 +62,7 @@ static int cancel_one(struct ctl *ctl, int64_t id)
 {
     struct skv_args *a = ctl_args();
     skv_arg_int(a, "sequence", id);
-    return ctl_simple(ctl, "cancel", a, say_done);
+    return ctl_simple(ctl, "kill", a, say_done);
 }
 
 static int cancel_mine(struct ctl *ctl)
