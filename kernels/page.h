@@ -5,7 +5,7 @@
  *
  * The layout is what a matrix kernel wants as its B panel, so that prefill and decode attention read pages
  * in place: K is grouped by 4 bytes along the head dimension, V by slot pairs (bf16) or plain (f32, int8).
- * hd = head_dim rounded up to 16; the padding is zero.
+ * hd = head_dim rounded up to 16; the padding has the value zero (or, in a slot never written, the byte).
  *
  *   dtype   K                                     V
  *   f32     f32  [hd]   [32 slots]                f32  [32 slots][hd]

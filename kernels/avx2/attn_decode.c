@@ -1,6 +1,6 @@
 /* attn_decode.c - attention in AVX2 for a few rows: bf16 and int8 pages are widened in registers as they stream by, because
  * a panel would cost as much as the products. q and p are f32; for int8's K, q is 16-bit integers (VPMADDWD), which keeps
- * it to 2^-15 of its largest element. */
+ * it to 2^-15 of its largest element. And the store, which decode does for every row. */
 #include "kernels/avx2/attn_vec.h"
 
 /* Rows that go through the registers together, out of n that are left: 3 by 4 vectors or 4 by 2. */
@@ -308,6 +308,81 @@ static void pv_int8(const struct kern_attn_block *b, const void *p, int n_row, c
     }
 }
 
+/* ---- store ---------------------------------------------------------------------------------------------------------- */
+
+static void (*store_f32)(const struct kern_page_layout *pl, unsigned char *page, int slot, const float *k, const float *v);
+
+/* bf16 bits, rounded to nearest even; finite values only. */
+INLINE __m256i round_bf16(__m256 x)
+{
+    __m256i u = _mm256_castps_si256(x);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    return _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+}
+
+static void store_bf16(const struct kern_page_layout *pl, unsigned char *page, int slot, const float *k, const float *v)
+{
+    uint16_t *pv = (uint16_t *)(page + pl->v) + (size_t)(slot / 2) * pl->hd * 2 + slot % 2;
+    uint32_t *pk = (uint32_t *)(page + pl->k) + slot;
+    _Alignas(32) uint32_t x[8], y[8];
+    for (int d = 0; d < pl->hd; d += 8) {
+        _mm256_store_si256((__m256i *)x, round_bf16(load_to(k, d, pl->head_dim)));
+        _mm256_store_si256((__m256i *)y, round_bf16(load_to(v, d, pl->head_dim)));
+        for (int i = 0; i < 8; i += 2)
+            pk[(d + i) / 2 * SLOTS] = x[i] | x[i + 1] << 16;
+        for (int i = 0; i < 8; i++) /* the other half belongs to a slot that another thread may be writing */
+            pv[(d + i) * 2] = (uint16_t)y[i];
+    }
+}
+
+INLINE float absmax(const float *x, int n)
+{
+    const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    __m256 max = _mm256_setzero_ps();
+    for (int d = 0; d < n; d += 8)
+        max = _mm256_max_ps(max, _mm256_and_ps(load_to(x, d, n), magnitude));
+    return max_v8(max);
+}
+
+/* Integers of 8 values: to nearest even, within +-127. */
+INLINE __m256i round_int8(const float *x, int d, int n, float inv)
+{
+    __m256i y = _mm256_cvtps_epi32(_mm256_mul_ps(load_to(x, d, n), _mm256_set1_ps(inv)));
+    return _mm256_max_epi32(_mm256_min_epi32(y, _mm256_set1_epi32(127)), _mm256_set1_epi32(-127));
+}
+
+static void store_int8(const struct kern_page_layout *pl, unsigned char *page, int slot, const float *k, const float *v)
+{
+    int n = pl->head_dim, hd = pl->hd;
+    float k_scale = absmax(k, n) / 127, v_scale = absmax(v, n) / 127;
+    float k_inv = k_scale > 0 ? 1 / k_scale : 0, v_inv = v_scale > 0 ? 1 / v_scale : 0;
+    unsigned char *pk = page + pl->k + (size_t)slot * 4, *pv = page + pl->v + (size_t)slot * hd;
+    _Alignas(16) uint32_t x[2];
+
+    for (int d = 0; d < hd; d += 8) {
+        __m256i a = round_int8(k, d, n, k_inv), b = round_int8(v, d, n, v_inv);
+        __m128i w = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+        w = _mm_xor_si128(_mm_packs_epi16(w, w), _mm_set1_epi8((char)0x80));
+        _mm_storel_epi64((__m128i *)x, w);
+        memcpy(pk + (size_t)(d / 4) * SLOTS * 4, &x[0], 4);
+        memcpy(pk + (size_t)(d / 4 + 1) * SLOTS * 4, &x[1], 4);
+        w = _mm_packs_epi32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1));
+        _mm_storel_epi64((__m128i *)(pv + d), _mm_packs_epi16(w, w));
+    }
+    ((float *)(page + pl->k_scale))[slot] = k_scale;
+    ((float *)(page + pl->v_scale))[slot] = v_scale;
+}
+
+static void store(const struct kern_page_layout *pl, unsigned char *page, int slot, const float *k, const float *v)
+{
+    if (pl->dtype == KERN_KV_BF16)
+        store_bf16(pl, page, slot, k, v);
+    else if (pl->dtype == KERN_KV_INT8)
+        store_int8(pl, page, slot, k, v);
+    else
+        store_f32(pl, page, slot, k, v);
+}
+
 void kern_attn_avx2_decode(struct kern_attn_fns *f)
 {
     struct kern_attn_form *form = &f->decode[KERN_KV_BF16];
@@ -319,4 +394,7 @@ void kern_attn_avx2_decode(struct kern_attn_fns *f)
     form->pack_q = pack_q_int8;
     form->qk = qk_int8;
     form->pv = pv_int8;
+    if (f->store != store)
+        store_f32 = f->store; /* plain C copies as fast */
+    f->store = store;
 }

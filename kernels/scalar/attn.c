@@ -54,8 +54,8 @@ static void store_int8(const struct kern_page_layout *pl, unsigned char *page, i
     int8_t *pv = (int8_t *)(page + pl->v);
     float k_scale = absmax(k, pl->head_dim) / 127, v_scale = absmax(v, pl->head_dim) / 127;
     float k_inv = k_scale > 0 ? 1 / k_scale : 0, v_inv = v_scale > 0 ? 1 / v_scale : 0;
-    for (int d = 0; d < pl->head_dim; d++)
-        pk[(d / 4 * SLOTS + slot) * 4 + d % 4] = (uint8_t)(round_s8(k[d] * k_inv) + 128);
+    for (int d = 0; d < pl->hd; d++)
+        pk[(d / 4 * SLOTS + slot) * 4 + d % 4] = (uint8_t)(d < pl->head_dim ? round_s8(k[d] * k_inv) + 128 : 128);
     for (int d = 0; d < pl->head_dim; d++)
         pv[slot * pl->hd + d] = round_s8(v[d] * v_inv);
     ((float *)(page + pl->k_scale))[slot] = k_scale;
