@@ -4,7 +4,8 @@
  * logits are subtracted), default computing (int8 activations) 2.0 a value, 0.5 root mean square, mean KL 0.006. Greedy texts
  * are equal up to the first step whose margin says that rounding may decide.
  *
- * Usage: test_reference [long]: without `long` the prompts above 1100 tokens are left out in f32.
+ * Usage: test_reference [long]: without `long` only short prompts are run (in f32 up to 300 tokens, else up to 1100), and one of the
+ * eviction prompts in f32, so that the test takes a minute; `long` runs everything there is.
  */
 #include <check.h>
 #include <math.h>
@@ -19,7 +20,8 @@
 #define GREEDY_INT8_MARGIN 1.0
 
 static const char *model;
-static int f32_limit = 1100;
+static int f32_limit = 300, default_limit = 1100, evict_f32_limit = 500, evict_limit = 1000;
+static int new_tokens = 24;
 
 static float *numbers(const struct tsv_field *f, int *n)
 {
@@ -111,7 +113,7 @@ static void run_logits(struct engine *e, int limit, double margin, struct errors
         int n;
         int32_t *ids = tsv_ids(&f[1], &n);
         if (n <= limit) {
-            struct engine_request *q = client_generate(ids, n, 64);
+            struct engine_request *q = client_generate(ids, n, new_tokens);
             q->logprobs = 64;
             struct client_reply *r = client_call(e, q);
             ck_assert_msg(r->code == SKV_OK, "%s: %s", f[0].s, r->message);
@@ -150,7 +152,7 @@ START_TEST(logits_default)
     struct engine *e = start(false, NULL);
     struct errors err = { 0 };
 
-    run_logits(e, 4096, GREEDY_INT8_MARGIN, &err);
+    run_logits(e, default_limit, GREEDY_INT8_MARGIN, &err);
     report("default", &err);
     ck_assert(err.worst < 2.0);
     ck_assert(sqrt(err.square / err.n) < 0.5);
@@ -165,7 +167,7 @@ START_TEST(logits_int8_cache)
     struct engine *e = start(false, "int8");
     struct errors err = { 0 };
 
-    run_logits(e, 4096, GREEDY_INT8_MARGIN, &err);
+    run_logits(e, default_limit, GREEDY_INT8_MARGIN, &err);
     report("default, int8 cache", &err);
     ck_assert(err.worst < 2.0);
     ck_assert(sqrt(err.square / err.n) < 0.5);
@@ -328,7 +330,7 @@ START_TEST(evict_f32)
     struct engine *e = start(true, NULL);
     struct evict_run run = { 0 };
 
-    run_evict(e, f32_limit, true, &run);
+    run_evict(e, evict_f32_limit, true, &run);
     report_evict("evict f32", &run);
     ck_assert(run.err.rows > 10);
     ck_assert(run.err.worst < 1e-2);
@@ -341,7 +343,7 @@ START_TEST(evict_default)
     struct engine *e = start(false, NULL);
     struct evict_run run = { 0 };
 
-    run_evict(e, 4096, false, &run);
+    run_evict(e, evict_limit, false, &run);
     report_evict("evict default", &run);
     ck_assert(run.prefill.worst >= 0.95);
     ck_assert(run.prefill.sum / run.prefill.n >= 0.98);
@@ -361,7 +363,9 @@ int main(int argc, char **argv)
     if (model == NULL)
         return 77;
     if (argc > 1 && strcmp(argv[1], "long") == 0)
-        f32_limit = 1 << 20;
+        f32_limit = default_limit = evict_f32_limit = evict_limit = 1 << 20;
+    if (f32_limit > 1000)
+        new_tokens = 64;
     tcase_set_timeout(c, 0);
     tcase_add_test(c, logits_f32);
     tcase_add_test(c, logits_default);
