@@ -35,6 +35,17 @@ void policy_no_update(const struct policy_params *p, struct kern_rule *rule)
     rule->weight = 0;
 }
 
+int policy_window(const struct policy_params *p, const struct policy_prompt *prompt, int more)
+{
+    int alpha = p->alpha;
+
+    if (alpha == 0 && prompt->n_last > 0)
+        return prompt->n_last < prompt->n_new ? prompt->n_last : prompt->n_new;
+    if (alpha == 0)
+        alpha = POLICY_ALPHA_PLAIN;
+    return alpha < prompt->n_new - more ? alpha + more : prompt->n_new;
+}
+
 /* The score is the attention of the last alpha queries (SnapKV and its kin). Positions that stay anyway are neither
  * pooled nor pooled over. */
 int policy_window_choose(const struct policy_params *p, const struct policy_prompt *prompt, struct kern_rule *rule)
@@ -52,7 +63,7 @@ int policy_window_choose(const struct policy_params *p, const struct policy_prom
     rule->by_value = p->by_value;
     rule->value_eps = p->value_eps;
     rule->head_floor = p->head_floor;
-    return p->alpha < prompt->n_new ? p->alpha : prompt->n_new;
+    return policy_window(p, prompt, 0);
 }
 
 struct option_range {

@@ -16,7 +16,7 @@ struct policy_params {
     int budget;      /* slots a head keeps in a sparse layer (mean over layers and heads) */
     int sink;        /* first positions that always stay */
     int recent;      /* last positions that always stay */
-    int alpha;       /* last prompt queries whose attention is the score */
+    int alpha;       /* last prompt queries whose attention is the score; 0: those of the last message */
     int pool;        /* odd width of the smoothing, 1: none */
     int pool_kind;   /* enum kern_pool_kind */
     int full_layers; /* first layers that keep everything */
@@ -34,6 +34,7 @@ struct policy_params {
 struct policy_prompt {
     int n_slot;   /* slots of the longest head: kept before, and this prompt's */
     int n_new;    /* tokens of this prompt */
+    int n_last;   /* tokens of the last message's turn, the closing header included; 0 where the prompt was no messages */
     int n_tail;   /* template tokens at the prompt's end (the assistant's header), 0 if there are none */
 };
 
@@ -69,6 +70,9 @@ int policy_resolve(const struct policy *p, const struct engine_kv_options *o, in
 /* Parts that several policies share. */
 void policy_equal_budgets(const struct policy_params *p, int n, int32_t *budget);
 void policy_no_update(const struct policy_params *p, struct kern_rule *rule);
+/* The window in queries: alpha, or the last message (ALPHA_PLAIN queries where there is none), `more` on top, at most the prompt. */
+#define POLICY_ALPHA_PLAIN 16
+int policy_window(const struct policy_params *p, const struct policy_prompt *prompt, int more);
 int policy_window_choose(const struct policy_params *p, const struct policy_prompt *prompt, struct kern_rule *rule);
 
 #endif

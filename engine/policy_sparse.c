@@ -9,10 +9,8 @@
 
 static int choose(const struct policy_params *p, const struct policy_prompt *prompt, struct kern_rule *rule)
 {
-    int alpha = p->alpha + prompt->n_tail;
-
     policy_window_choose(p, prompt, rule);
-    return alpha < prompt->n_new ? alpha : prompt->n_new;
+    return policy_window(p, prompt, prompt->n_tail);
 }
 
 /* While decoding, attention accumulates and fades: what the answer has not looked at for some tens of tokens makes room, what it said

@@ -172,6 +172,7 @@ static void layer_begin(struct engine *e, struct seq *s, int layer)
     if (rule->budget == 0)
         return;
     struct policy_prompt prompt = { .n_slot = most, .n_new = rows,
+                                    .n_last = s->last_from >= 0 ? s->n_prompt - s->last_from : 0,
                                     .n_tail = tail_tokens(e, s) };
     s->score_query = s->plan.policy->choose(&s->plan.params, &prompt, rule);
     if (rule->pool_to < 0)

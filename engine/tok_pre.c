@@ -2,7 +2,7 @@
  *
  * The patterns are published with the models (tokenizer.json); here each is a small matcher, because a general regex
  * engine is several times slower than everything else in the tokenizer and wants writable code pages for its JIT.
- * tests/test_tokenizer.c compares them with the patterns as PCRE2 runs them.
+ * tests/test_tokenizer.c compares them with splits that Hugging Face tokenizers made.
  *
  * gpt-2    's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
  * smollm   each \p{N} alone first; what lies between, by the gpt-2 pattern

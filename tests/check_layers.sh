@@ -37,7 +37,6 @@ only 'msgpack' '^protocol/'
 only 'cuda|cublas|nccl' '^kernels/cuda/'
 only 'immintrin\.h|x86intrin\.h' '^kernels/avx(2|512)/'
 only 'arm_neon\.h' '^kernels/neon/'
-only 'pcre2\.h' '^engine/'
 only 'sys/(socket|un)\.h|netinet/' '^(daemon|clients|protocol)/'
 
 # only libskv exports skv_*; what others share is in protocol/error.h

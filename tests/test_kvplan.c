@@ -103,6 +103,25 @@ START_TEST(options_are_checked)
 }
 END_TEST
 
+/* alpha 0 is the last message; a chat's closing header comes on top of a count; never more than the prompt. */
+START_TEST(windows)
+{
+    struct policy_params p = { .alpha = 12 };
+    struct policy_prompt q = { .n_slot = 1000, .n_new = 1000, .n_last = 40, .n_tail = 5 };
+
+    ck_assert_int_eq(policy_window(&p, &q, 0), 12);
+    ck_assert_int_eq(policy_window(&p, &q, q.n_tail), 17);
+    p.alpha = 0;
+    ck_assert_int_eq(policy_window(&p, &q, q.n_tail), 40);
+    q.n_last = 0;
+    ck_assert_int_eq(policy_window(&p, &q, 0), POLICY_ALPHA_PLAIN);
+    q.n_new = 7;
+    ck_assert_int_eq(policy_window(&p, &q, 5), 7);
+    p.alpha = POLICY_ALL;
+    ck_assert_int_eq(policy_window(&p, &q, 0), 7);
+}
+END_TEST
+
 int main(void)
 {
     Suite *s = suite_create("kvplan");
@@ -112,6 +131,7 @@ int main(void)
     tcase_add_test(c, full_layers_and_pins);
     tcase_add_test(c, pages_are_exact);
     tcase_add_test(c, options_are_checked);
+    tcase_add_test(c, windows);
     suite_add_tcase(s, c);
     SRunner *sr = srunner_create(s);
     srunner_run_all(sr, CK_NORMAL);
