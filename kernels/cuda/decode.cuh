@@ -85,7 +85,7 @@ __device__ __forceinline__ void dec_accumulate(const kv_view &kv, const unsigned
 
 // One split of one KV head of one row. Grid: (n_split, n_kv, n_row).
 template <int HD, int DT, int G>
-__global__ void __launch_bounds__(DEC_WARPS * 32) dec_split(dec_params p)
+__global__ void __launch_bounds__(DEC_WARPS * 32, (HD) * (G) > 1024 ? 2 : 4) dec_split(dec_params p)
 {
     DYN_SMEM(float, q);
     float *pr = q + G * HD, *ml = pr + G * DEC_SPLIT, *po = ml + 2 * G;
@@ -241,7 +241,7 @@ __device__ __forceinline__ void merge_score(const dec_params &p, const dec_rule 
 
 // Merge the splits of a KV head's group, write the output, then phase 3. Grid: (n_kv, n_row).
 template <int HD>
-__global__ void __launch_bounds__(MERGE_THREADS) dec_merge(dec_params p)
+__global__ void __launch_bounds__(MERGE_THREADS, 4) dec_merge(dec_params p)
 {
     DYN_SMEM(float, ml);
     float *best = ml + 2 * p.g;
