@@ -1,8 +1,9 @@
 #!/bin/sh
 # check.sh - run the shim tests: in order, with three random orders of warps and lanes, and small shapes under ASan and
-# UBSan. Arguments: build tree. The last line sums up.
+# UBSan; planted bugs; the daemon on the shim; nvcc's static checks. Arguments: build tree, source tree, C++ compiler,
+# toolkit, nvcc. The last line sums up.
 set -u
-top=$1
+top=$1 src=$2 cxx=$3 cuda=$4 nvcc=$5
 passed=0 failed=0
 run() { # NAME COMMAND...
     name=$1
@@ -31,5 +32,13 @@ done
 run backend "$top/tests/cuda/plain/test_backend"
 run 'backend, order 1' env SHIM_SEED=1 "$top/tests/cuda/plain/test_backend" small
 run 'backend, ASan and UBSan' "$top/tests/cuda/asan/test_backend" small
+run 'planted bugs' sh "$src/tests/cuda/planted.sh" "$src" "$top" "$cxx" "$cuda"
+run 'nvcc, all targets' sh "$src/tests/cuda/static.sh" "$src" "$top" "$nvcc"
+model=${SKVD_TEST_MODEL:-${XDG_CACHE_HOME:-$HOME/.cache}/skvd/SmolLM2-135M-Instruct.Q4_1.gguf}
+if [ -r "$model" ]; then
+    run 'the daemon on the shim' sh "$src/tests/cuda/daemon.sh" "$top"
+else
+    echo "no model at $model: the daemon on the shim is not tested"
+fi
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]

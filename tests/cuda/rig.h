@@ -10,6 +10,7 @@
 #include <vector>
 
 extern "C" {
+#include "kernels/blocks.h"
 #include "kernels/isa_attn.h"
 }
 
@@ -17,6 +18,16 @@ namespace rig
 {
 
 inline int passed, failed;
+
+inline float from_bf16(unsigned h)
+{
+    return kern_bf16_to_f32((uint16_t)h);
+}
+
+inline unsigned short to_bf16(float f)
+{
+    return kern_f32_to_bf16(f);
+}
 
 inline void check(bool ok, const char *what, const char *file, int line)
 {
@@ -38,6 +49,13 @@ inline void close_to(const char *name, double got, double want, double tol)
     }
     failed++;
     printf("%s: got %.9g, want %.9g, tolerance %.3g\n", name, got, want, tol);
+}
+
+// worst = the larger; not a number is the largest of all (std::max would lose it).
+inline void worsen(double &worst, double v)
+{
+    if (!(v <= worst))
+        worst = v;
 }
 
 // The last line of a test program, and its exit status. What tests print must be small: the first 40 failures say

@@ -1,7 +1,7 @@
 # shim.mk - the CUDA kernels and backend on the host shim: compiled by a C++ compiler, run without a GPU.
 #
-# Called by `make check-cuda`, which sets SRC (source tree), TOP (build tree, for libkernels and libskverror), CUDA_DIR,
-# CXX and PYTHON3. Everything is built in TOP/tests/cuda. NVIDIA's headers are all that is used of the toolkit.
+# Called by `make check-cuda`, which sets SRC (source tree), TOP (build tree, for the libraries), CUDA_DIR, CXX and
+# DAEMON_LIBS. Everything is built in TOP/tests/cuda. NVIDIA's headers are all that is used of the toolkit.
 SRC ?= .
 TOP ?= .
 OUT = $(TOP)/tests/cuda
@@ -17,11 +17,16 @@ ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno
 plain_objects = $(KERNELS:%=$(OUT)/plain/%.o) $(SHIM:%=$(OUT)/plain/%.o)
 asan_objects = $(KERNELS:%=$(OUT)/asan/%.o) $(SHIM:%=$(OUT)/asan/%.o)
 
-all: $(TESTS:%=$(OUT)/plain/%) $(TESTS:%=$(OUT)/asan/%)
+all: $(TESTS:%=$(OUT)/plain/%) $(TESTS:%=$(OUT)/asan/%) $(OUT)/plain/skvd-shim
 plain: $(TESTS:%=$(OUT)/plain/%)
 
 # The fake cuBLAS does a model's products: worth the vectoriser.
 $(OUT)/plain/fakeblas.o: PLAIN = -O3 -fassociative-math -fno-signed-zeros -fno-trapping-math
+
+# The whole daemon with the shim in the GPU's place: only here, never installed.
+$(OUT)/plain/skvd-shim: $(plain_objects) $(TOP)/.libs/libskvdaemon.a $(TOP)/.libs/libengine.a $(CLIBS)
+	$(CXX) -o $@ $(TOP)/.libs/libskvdaemon.a $(TOP)/.libs/libengine.a $(TOP)/.libs/libtext.a $(TOP)/.libs/libskvproto.a \
+		$(plain_objects) $(CLIBS) $(DAEMON_LIBS) -lpthread -lm
 
 define variant
 $(OUT)/$(1)/%.o: $(SRC)/kernels/cuda/%.cu

@@ -18,7 +18,7 @@ static bool small_run; // sanitizer builds: fewer and shorter
 
 static float bf16_round(float f)
 {
-    return bf16_lo(bf16_bits(f));
+    return rig::from_bf16(rig::to_bf16(f));
 }
 
 static double dot(const float *a, const std::vector<float> &b)
@@ -122,9 +122,9 @@ static void rope_one(const rope_case &c)
                                              : kv.k(lane[r], kh, at);
             double &worst = is_q ? worst_q : is_v ? worst_v : worst_k;
             for (int i = 0; i < c.hd; i++) {
-                worst = std::max(worst, fabs(have[i] - want[i]) / top);
+                rig::worsen(worst, fabs(have[i] - want[i]) / top);
                 if (is_q)
-                    CHECK(got16[((size_t)r * n_head + h) * c.hd + i] == bf16_bits(have[i]));
+                    CHECK(got16[((size_t)r * n_head + h) * c.hd + i] == rig::to_bf16(have[i]));
             }
         }
     double tol = c.dtype == KERN_KV_INT8 ? 0.51 / 127 : 1.0 / 256;
@@ -166,7 +166,7 @@ static void prefill_want(kv_rig &kv, const prefill_seg &s, int row0, int g, cons
                 std::vector<double> a =
                     softmax_row(kv, s.lane, kh, &q[((size_t)r * n_head + h) * hd], s.len - s.rows + i + 1, scale, &l);
                 if (scored) {
-                    worst_lse = std::max(worst_lse, fabs(lse[(size_t)h * lse_rows + r] - l));
+                    rig::worsen(worst_lse, fabs(lse[(size_t)h * lse_rows + r] - l));
                     for (size_t k = 0; k < a.size(); k++)
                         want[k] += a[k] / g;
                 }
@@ -179,11 +179,11 @@ static void prefill_want(kv_rig &kv, const prefill_seg &s, int row0, int g, cons
                         o[d] += a[k] * v[d];
                 }
                 for (int d = 0; d < hd; d++)
-                    worst_o = std::max(worst_o, fabs(bf16_lo(out[((size_t)r * n_head + h) * hd + d]) - o[d]));
+                    rig::worsen(worst_o, fabs(rig::from_bf16(out[((size_t)r * n_head + h) * hd + d]) - o[d]));
             }
         }
         for (int k = 0; s.scored && k < s.len; k++) // 0.5: what an earlier tile had left there
-            worst_score = std::max(worst_score, fabs(score[(size_t)kh * stride + k] - 0.5 - want[k]) / (0.01 + want[k]));
+            rig::worsen(worst_score, fabs(score[(size_t)kh * stride + k] - 0.5 - want[k]) / (0.01 + want[k]));
     }
     close_to("prefill output", worst_o, 0, 1.0 / 128); // p in bf16, |v| <= 1, output in bf16
     close_to("prefill lse", worst_lse, 0, 1e-4);
@@ -203,7 +203,7 @@ static void prefill_one(int hd, int g, int n_kv, kern_kv_dtype dt, std::vector<p
     std::vector<float> q = randoms((size_t)n_row * n_head * hd, 1.5f);
     std::vector<unsigned short> q16(q.size());
     for (size_t i = 0; i < q.size(); i++) {
-        q16[i] = bf16_bits(q[i]);
+        q16[i] = rig::to_bf16(q[i]);
         q[i] = bf16_round(q[i]);
     }
     for (prefill_seg &s : segs) {
@@ -300,14 +300,14 @@ static void decode_want(kv_rig &before, kv_rig &kv, int r, int lane, int now, in
                     o[d] += a[k] * v[d];
             }
             for (int d = 0; d < hd; d++)
-                worst_o = std::max(worst_o, fabs(out[(kh * g + j) * hd + d] - o[d]));
+                rig::worsen(worst_o, fabs(out[(kh * g + j) * hd + d] - o[d]));
         }
         int want = -1;
         for (int k = 0; k < n; k++) {
             double s = before.score(lane, kh, k);
             if (u.on & DEC_SCORE)
                 s = u.decay * s + u.weight * p[k];
-            worst_score = std::max(worst_score, fabs(kv.score(lane, kh, k) - s));
+            rig::worsen(worst_score, fabs(kv.score(lane, kh, k) - s));
             if (!may_go(u, pin, kv.pos(lane, kh, k), now))
                 continue;
             // The choice is judged by the kernel's own scores, so that rounding can't blur it.

@@ -75,7 +75,7 @@ static void test_dequant(int type)
     std::vector<unsigned short> got = out.get();
     int bad = 0;
     for (size_t i = 0; i < got.size(); i++) // one step of bf16 where a product was fused
-        bad += fabsf(bf16_lo(got[i]) - t.exact[i + cols]) > 1.0f / 256 * fabsf(t.exact[i + cols]) + 1e-6f;
+        bad += !(fabsf(rig::from_bf16(got[i]) - t.exact[i + cols]) <= 1.0f / 256 * fabsf(t.exact[i + cols]) + 1e-6f);
     CHECK(bad == 0);
 
     std::vector<int32_t> token = { rows - 1, 0, 2 };
@@ -86,7 +86,7 @@ static void test_dequant(int type)
     double worst = 0;
     for (int r = 0; r < 3; r++)
         for (int c = 0; c < cols; c++)
-            worst = std::max(worst, (double)fabsf(e[r * cols + c] - 2 * t.exact[(size_t)token[r] * cols + c]));
+            rig::worsen(worst, (double)fabsf(e[r * cols + c] - 2 * t.exact[(size_t)token[r] * cols + c]));
     close_to("embedding", worst, 0, 1e-5);
 }
 
@@ -107,7 +107,7 @@ static void test_qmv(int type, int n)
                 want += v;
                 size += fabs(v);
             }
-            worst = std::max(worst, fabs(got[(size_t)r * ldy + o] - want) / size);
+            rig::worsen(worst, fabs(got[(size_t)r * ldy + o] - want) / size);
         }
     close_to("product", worst, 0, 2e-6);
     // A row's result is the same bits whatever the batch.
@@ -141,12 +141,12 @@ static void test_norm(int d, bool with_y, bool post, bool gather)
             if (with_y)
                 v[i] += post ? y[r * d + i] / sqrt(sy / d + 1e-5) * yn[i] : y[r * d + i];
             s += v[i] * v[i];
-            worst_x = std::max(worst_x, fabs(gx[(size_t)from * d + i] - v[i]));
+            rig::worsen(worst_x, fabs(gx[(size_t)from * d + i] - v[i]));
         }
         for (int i = 0; i < d; i++) {
             double want = v[i] / sqrt(s / d + 1e-5) * w[i];
-            worst_o = std::max(worst_o, fabs(go[r * d + i] - want));
-            worst_16 = std::max(worst_16, fabs(bf16_lo(g16[r * d + i]) - want) / (0.01 + fabs(want)));
+            rig::worsen(worst_o, fabs(go[r * d + i] - want));
+            rig::worsen(worst_16, fabs(rig::from_bf16(g16[r * d + i]) - want) / (0.01 + fabs(want)));
         }
     }
     close_to("norm x", worst_x, 0, 1e-5);
@@ -166,7 +166,7 @@ static void test_act(bool gelu)
         for (int i = 0; i < n; i++) {
             double g = gu[(size_t)r * 2 * n + i], u = gu[(size_t)r * 2 * n + n + i];
             double a = gelu ? 0.5 * g * (1 + tanh(sqrt(2 / M_PI) * (g + 0.044715 * g * g * g))) : g / (1 + exp(-g));
-            worst = std::max(worst, fabs(got[r * n + i] - a * u));
+            rig::worsen(worst, fabs(got[r * n + i] - a * u));
         }
     close_to(gelu ? "gelu" : "silu", worst, 0, 2e-5);
 }

@@ -269,7 +269,7 @@ static void test_values(kern_kv_dtype dt)
     int bad = 0;
     for (int i = 0; i < 38; i++)
         for (int d = 0; d < hd; d++)
-            bad += v[i * hd + d] != bf16_bits(kv.v(1, 1, 32 + i)[d]);
+            bad += v[i * hd + d] != rig::to_bf16(kv.v(1, 1, 32 + i)[d]);
     CHECK(bad == 0);
     std::vector<float> c = randoms(5 * d_model), norm(5, 1.0f);
     dev<float> dc(c), dn(norm);

@@ -86,7 +86,7 @@ __global__ void one_mma(const unsigned *a, const unsigned *b, const float *c, fl
 
 static void set_half(std::vector<unsigned> &v, size_t word, int half, float f)
 {
-    v[word] |= (unsigned)bf16_bits(f) << (16 * half);
+    v[word] |= (unsigned)rig::to_bf16(f) << (16 * half);
 }
 
 static void test_mma()
