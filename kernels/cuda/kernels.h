@@ -47,12 +47,14 @@ void cu_score(cudaStream_t st, int dtype, int head_dim, const score_params &p, i
 // decode.cu
 void cu_decode(cudaStream_t st, int dtype, int head_dim, const dec_params &p, int n_row);
 
-// select.cu: begin chooses by score; with by_value the norms are computed in between (values -> product with Wo ->
-// norm, per head) and by_value chooses the rest; end gathers. n_page: pages of the longest head before the choice.
+// select.cu: begin chooses by score; rest the part that goes by a wider smoothing (cu_select_wide) or, with by_value, by
+// norms computed in between (values -> product with Wo -> norm, per head); end gathers. n_page: pages of the longest head
+// before the choice.
 void cu_select_begin(cudaStream_t st, const sel_params &p);
 void cu_select_values(cudaStream_t st, const sel_params &p, int dtype, int head, int slot0, int n, unsigned short *out);
 void cu_select_norm(cudaStream_t st, const float *c, int n, int d_model, float weight, float *norm);
-void cu_select_by_value(cudaStream_t st, const sel_params &p);
+bool cu_select_wide(const sel_params &p);
+void cu_select_rest(cudaStream_t st, const sel_params &p);
 void cu_select_end(cudaStream_t st, const sel_params &p, int dtype, int n_page);
 
 // kv.cu; counts are read on the device

@@ -79,8 +79,9 @@ struct sel_params {
     kv_view kv;
     int lane, layer, hd;
     // the rule (kernels/ops.h)
-    int budget, sink, recent, pool, pool_max, pool_from, pool_to, use_score, by_value, shared, n_pin;
-    float head_floor, value_eps, per_query;
+    int budget, sink, recent, pool, pool_shift, wide, wide_shift, pool_max, pool_from, pool_to;
+    int use_score, by_value, shared, n_pin;
+    float narrow, head_floor, value_eps, per_query;
     const int32_t *pin; // pairs [from, to)
     // scores of the prefill, [n_kv][row_stride]
     const float *row;

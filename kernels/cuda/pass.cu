@@ -337,6 +337,10 @@ static sel_params sel_for(const cuda *c, cu_rank &r, int lane, int layer, const 
     p.sink = u->sink;
     p.recent = u->recent;
     p.pool = u->pool;
+    p.pool_shift = u->pool_shift;
+    p.wide = u->wide;
+    p.wide_shift = u->wide_shift;
+    p.narrow = u->narrow;
     p.pool_max = u->pool_kind == KERN_POOL_MAX;
     p.pool_from = u->pool_from;
     p.pool_to = u->pool_to;
@@ -419,9 +423,11 @@ void cu_select_op(void *be, int lane, int layer, const kern_rule *rule, int n_qu
         cu_use(r);
         p.push_back(sel_for(c, r, lane, layer, rule, n_query, pages));
         cu_select_begin(r.st, p.back());
-        if (rule->by_value && rule->budget) {
-            value_norms(c, r, layer, p.back());
-            cu_select_by_value(r.st, p.back());
+        bool wide = cu_select_wide(p.back());
+        if (rule->budget && (wide || rule->by_value)) {
+            if (!wide)
+                value_norms(c, r, layer, p.back());
+            cu_select_rest(r.st, p.back());
         }
         cu_select_end(r.st, p.back(), c->cfg.kv_dtype, pages);
     }

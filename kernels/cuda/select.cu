@@ -12,12 +12,18 @@ void cu_select_begin(cudaStream_t st, const sel_params &p)
         LAUNCH(sel_floor, heads, dim3(SEL_THREADS), SEL_SMEM, st, p);
         LAUNCH(sel_share, dim3(1), dim3(SEL_SHARE_THREADS), SEL_SMEM, st, p);
     }
-    LAUNCH(sel_choose, heads, dim3(SEL_THREADS), SEL_SMEM, st, p, 0);
+    LAUNCH(sel_choose, heads, dim3(SEL_THREADS), SEL_SMEM, st, p, (int)SEL_FIRST);
 }
 
-void cu_select_by_value(cudaStream_t st, const sel_params &p)
+bool cu_select_wide(const sel_params &p)
 {
-    LAUNCH(sel_choose, dim3(p.kv.n_kv), dim3(SEL_THREADS), SEL_SMEM, st, p, 1);
+    return p.wide > 1 && p.use_score;
+}
+
+void cu_select_rest(cudaStream_t st, const sel_params &p)
+{
+    int part = cu_select_wide(p) ? SEL_BY_WIDE : SEL_BY_VALUE;
+    LAUNCH(sel_choose, dim3(p.kv.n_kv), dim3(SEL_THREADS), SEL_SMEM, st, p, part);
 }
 
 void cu_select_values(cudaStream_t st, const sel_params &p, int dtype, int head, int slot0, int n, unsigned short *out)

@@ -6,7 +6,8 @@
 //   sel_prepare   a block a head   positions, pooled scores, protected slots, keys of the candidates
 //   sel_floor     a block a head   the head's own share of the budget (Ada-KV's floor)
 //   sel_share     one block        the rest of the layer's budget goes to the best of all heads
-//   sel_choose    a block a head   the best `take` candidates are kept (by_value: half of them, then again by value)
+//   sel_choose    a block a head   the best `take` candidates are kept (or a part of them, then the rest by value norms or
+//                                  a wider smoothing)
 //   sel_list      a block a head   kept slots in the order of their positions, kept mass, new length
 //   sel_caps      one block        capacities
 //   sel_gather    a block a page   kept pairs into spare pages; sel_back: and from there to the head's own
@@ -90,18 +91,19 @@ __device__ __forceinline__ int block_sum_int(int v, const sel_smem &s)
     return sum;
 }
 
-__device__ __forceinline__ float sel_pooled(const sel_params &p, const float *in, int i, int n)
+// The score of slot i smoothed over `width` neighbours of i - shift.
+__device__ __forceinline__ float sel_pooled(const sel_params &p, int width, int shift, const float *in, int i, int n)
 {
-    int from = max(p.pool_from, 0), to = min(p.pool_to, n), half = p.pool / 2;
-    if (p.pool <= 1 || i < from || i >= to)
+    int from = max(p.pool_from, 0), to = min(p.pool_to, n), half = width / 2, at = i - shift;
+    if (width <= 1 || i < from || i >= to)
         return in[i];
-    int a = max(i - half, from), b = min(i + half, to - 1);
-    float sum = 0.0f, top = in[a];
+    int a = max(at - half, from), b = min(at + half, to - 1);
+    float sum = 0.0f, top = a <= b ? in[a] : 0.0f;
     for (int j = a; j <= b; j++) {
         sum += in[j];
         top = fmaxf(top, in[j]);
     }
-    return p.pool_max ? top : sum / (float)p.pool;
+    return p.pool_max ? top : sum / (float)width;
 }
 
 __device__ __forceinline__ bool sel_pinned(const sel_params &p, int pos)
@@ -133,7 +135,7 @@ __global__ void __launch_bounds__(SEL_THREADS) sel_prepare(sel_params p)
         newest = max(newest, s.count[i]);
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
         int pos = p.pos[base + i];
-        float score = p.use_score ? sel_pooled(p, p.row + (size_t)h * p.row_stride, i, n) : (float)pos;
+        float score = p.use_score ? sel_pooled(p, p.pool, p.pool_shift, p.row + (size_t)h * p.row_stride, i, n) : (float)pos;
         bool safe = pos < p.sink || pos > newest - p.recent || sel_pinned(p, pos);
         p.pooled[base + i] = score;
         p.keep[base + i] = safe || p.budget == 0;
@@ -204,22 +206,38 @@ __global__ void __launch_bounds__(SEL_SHARE_THREADS) sel_share(sel_params p)
     }
 }
 
-// The best k candidates are kept: all of `take`, or the first half of it (part 0 of by_value), or what is left of it.
+enum { SEL_FIRST = 0, SEL_BY_VALUE, SEL_BY_WIDE };
+
+// How many of a head's budget go by the first smoothing alone.
+__device__ __forceinline__ int sel_first_part(const sel_params &p, int take, int cand)
+{
+    if (take >= cand)
+        return take;
+    if (p.wide > 1 && p.use_score)
+        return (int)((float)take * p.narrow);
+    return p.by_value ? take / 2 : take;
+}
+
+// The best k candidates are kept: SEL_FIRST by the keys of sel_prepare, as many as sel_first_part says; else what is left
+// of `take`, by new keys: score and value norm, or a wider smoothing. Candidates are the slots with a key.
 __global__ void __launch_bounds__(SEL_THREADS) sel_choose(sel_params p, int part)
 {
     DYN_SMEM(unsigned char, sm);
     sel_smem s = sel_smem_at(sm);
     int h = blockIdx.x, n = p.head[h].n, k = p.head[h].take, cand = p.head[h].n_cand;
-    sel_key *key = p.key + (size_t)h * p.stride;
-    int32_t *keep = p.keep + (size_t)h * p.stride;
-    if (p.by_value && part == 0 && k < cand)
-        k /= 2;
-    if (part == 1) // candidates left are those with a key
+    size_t base = (size_t)h * p.stride;
+    sel_key *key = p.key + base;
+    int32_t *keep = p.keep + base;
+    const float *row = p.row + (size_t)h * p.row_stride;
+    if (part == SEL_FIRST)
+        k = sel_first_part(p, k, cand);
+    else
         for (int i = threadIdx.x; i < n; i += blockDim.x)
-            if (key[i])
-                key[i] = sel_key_of((p.pooled[(size_t)h * p.stride + i] * p.per_query + p.value_eps) *
-                                        p.norm[(size_t)h * p.stride + i],
-                                    p.pos[(size_t)h * p.stride + i], h);
+            if (key[i]) {
+                float score = part == SEL_BY_VALUE ? (p.pooled[base + i] * p.per_query + p.value_eps) * p.norm[base + i]
+                                                   : sel_pooled(p, p.wide, p.wide_shift, row, i, n);
+                key[i] = sel_key_of(score, p.pos[base + i], h);
+            }
     __syncthreads();
     if (k <= 0)
         return;

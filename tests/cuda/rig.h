@@ -4,8 +4,11 @@
 
 #include "kernels/cuda/kernels.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <vector>
 

@@ -37,18 +37,20 @@ struct rule_case {
     int n_query;
 };
 
-static std::vector<float> pooled(const kern_rule &r, const std::vector<float> &in)
+static std::vector<float> pooled(const kern_rule &r, int width, int shift, const std::vector<float> &in)
 {
     std::vector<float> out = in;
-    int n = (int)in.size(), from = std::max(r.pool_from, 0), to = std::min(r.pool_to, n), half = r.pool / 2;
-    for (int i = from; r.pool > 1 && i < to; i++) {
-        float sum = 0, top = -1e30f;
-        for (int j = i - half; j <= i + half; j++)
+    int n = (int)in.size(), from = std::max(r.pool_from, 0), to = std::min(r.pool_to, n), half = width / 2;
+    for (int i = from; width > 1 && i < to; i++) {
+        float sum = 0, top = 0;
+        bool any = false;
+        for (int j = i - shift - half; j <= i - shift + half; j++)
             if (j >= from && j < to) {
                 sum += in[j];
-                top = std::max(top, in[j]);
+                top = any ? std::max(top, in[j]) : in[j];
+                any = true;
             }
-        out[i] = r.pool_kind == KERN_POOL_MAX ? top : sum / (float)r.pool;
+        out[i] = r.pool_kind == KERN_POOL_MAX ? top : sum / (float)width;
     }
     return out;
 }
@@ -62,7 +64,7 @@ static std::vector<want_head> want_keep(kv_rig &kv, const rule_case &c, const st
     int left = 0;
     for (int h = 0; h < kv.n_kv; h++) {
         int n = kv.len[kv.index(1, h)], newest = 0, safe = 0;
-        std::vector<float> s(row.begin() + (long)h * stride, row.begin() + (long)h * stride + n), p = pooled(r, s);
+        std::vector<float> s(row.begin() + (long)h * stride, row.begin() + (long)h * stride + n), p = pooled(r, r.pool, r.pool_shift, s);
         w[h].keep.assign(n, r.budget == 0);
         for (int i = 0; i < n; i++)
             newest = std::max(newest, kv.pos(1, h, i));
@@ -93,14 +95,21 @@ static std::vector<want_head> want_keep(kv_rig &kv, const rule_case &c, const st
         w[open[i].head].take++;
     for (int h = 0; h < kv.n_kv; h++) {
         std::vector<item> &cand = w[h].cand;
-        int k = r.by_value && w[h].take < (int)cand.size() ? w[h].take / 2 : w[h].take;
+        bool wide = r.wide > 1 && r.use_score;
+        int k = w[h].take;
+        if (k < (int)cand.size())
+            k = wide ? (int)((float)k * r.narrow) : r.by_value ? k / 2 : k;
         for (int i = 0; i < k; i++)
             w[h].keep[cand[i].slot] = true;
         if (k == w[h].take)
             continue;
         cand.erase(cand.begin(), cand.begin() + k);
+        std::vector<float> own(row.begin() + (long)h * stride, row.begin() + (long)h * stride + (long)w[h].keep.size());
+        own = pooled(r, r.wide, r.wide_shift, own);
         for (item &x : cand)
-            x.score = (x.score * (1.0f / (float)std::max(c.n_query, 1)) + r.value_eps) * c.norm[(size_t)h * stride + x.slot];
+            x.score = wide ? own[x.slot]
+                           : (x.score * (1.0f / (float)std::max(c.n_query, 1)) + r.value_eps) *
+                                 c.norm[(size_t)h * stride + x.slot];
         std::sort(cand.begin(), cand.end());
         for (int i = 0; i < w[h].take - k; i++)
             w[h].keep[cand[i].slot] = true;
@@ -197,6 +206,10 @@ static void select_one(kern_kv_dtype dt, int hd, int n_kv, const std::vector<int
     p.sink = r.sink;
     p.recent = r.recent;
     p.pool = r.pool;
+    p.pool_shift = r.pool_shift;
+    p.wide = r.wide;
+    p.wide_shift = r.wide_shift;
+    p.narrow = r.narrow;
     p.pool_max = r.pool_kind == KERN_POOL_MAX;
     p.pool_from = r.pool_from;
     p.pool_to = r.pool_to;
@@ -221,8 +234,8 @@ static void select_one(kern_kv_dtype dt, int hd, int n_kv, const std::vector<int
     p.spare = spare.p;
     p.kept_mass = dmass.p;
     cu_select_begin(0, p);
-    if (r.by_value && r.budget)
-        cu_select_by_value(0, p);
+    if (r.budget && (r.by_value || cu_select_wide(p)))
+        cu_select_rest(0, p);
     cu_select_end(0, p, dt, pages);
     kv.get();
     check_result(before, kv, c, want_keep(before, c, row, stride), row, stride, dmass.get());
@@ -230,7 +243,9 @@ static void select_one(kern_kv_dtype dt, int hd, int n_kv, const std::vector<int
 
 static rule_case random_rule(int most)
 {
-    rule_case c = { { 0, 0, 0, nullptr, 0, 1, KERN_POOL_AVG, 0, 0, true, false, 0.0f, 1.0f, 1.0f, 1.0f }, {}, {}, 0 };
+    rule_case c;
+    memset(&c.rule, 0, sizeof c.rule);
+    c.rule.decay = c.rule.weight = 1.0f;
     const int pools[] = { 1, 3, 7, 21 };
     const float floors[] = { 1.0f, 1.0f, 0.5f, 0.2f, 0.0f };
     c.rule.budget = between(1, most + most / 4 + 1);
@@ -241,6 +256,10 @@ static rule_case random_rule(int most)
     c.rule.pool_from = between(0, 5);
     c.rule.use_score = between(0, 4) != 0;
     c.rule.by_value = between(0, 2) == 0;
+    c.rule.pool_shift = between(0, 2) ? 0 : between(-4, 4);
+    c.rule.wide = between(0, 2) ? 0 : 2 * between(1, 20) + 1;
+    c.rule.wide_shift = between(-15, 15);
+    c.rule.narrow = uniform(0.0f, 1.0f);
     c.rule.value_eps = 1e-3f;
     c.rule.head_floor = floors[between(0, 4)];
     c.n_query = between(0, 32);
