@@ -3,7 +3,7 @@ dnl found is said in the summary. Sanitizer builds leave it out unless asked: AS
 dnl addresses. Variables: NVCC CUDA_DIR CUDA_CPPFLAGS CUDA_LIBS CUDA_ARCHS, conditionals HAVE_CUDA HAVE_NVCC HAVE_NCCL.
 AC_ARG_WITH([cuda],
   [AS_HELP_STRING([--with-cuda@<:@=DIR@:>@], [build the CUDA backend, with the toolkit in DIR (default: where nvcc is found)])],
-  [], [with_cuda=auto])
+  [], [with_cuda=no])
 AC_ARG_WITH([cuda-archs],
   [AS_HELP_STRING([--with-cuda-archs=LIST], [compute capabilities that get machine code (default: "80 90"; newer devices compile the last one's PTX)])],
   [], [with_cuda_archs="80 90"])
