@@ -359,7 +359,7 @@ static char *token_text(const struct gguf *g, const char *key, const char *absen
     uint32_t id;
     if (gguf_get_u32(g, key, &id, NULL) == 1 && gguf_get_arr(g, "tokenizer.ggml.tokens", GGUF_T_STR, &tokens, NULL) == 1 &&
         id < tokens.n && !memchr(tokens.str[id].s, 0, tokens.str[id].len))
-        return strndup(tokens.str[id].s, tokens.str[id].len);
+        return chat_copy(tokens.str[id].s, tokens.str[id].len);
     return strdup(absent);
 }
 

@@ -223,10 +223,21 @@ static bool has(const char *s, size_t len, const char *what)
     return find(s, s + len, what) != NULL;
 }
 
+char *chat_copy(const char *s, size_t len)
+{
+    char *copy = malloc(len + 1);
+
+    if (copy) {
+        memcpy(copy, s, len);
+        copy[len] = '\0';
+    }
+    return copy;
+}
+
 static int set(char **dst, const char *s, size_t len)
 {
     free(*dst);
-    *dst = strndup(s, len);
+    *dst = chat_copy(s, len);
     return *dst ? 0 : -1;
 }
 
@@ -312,7 +323,7 @@ int chat_details(struct chat_template *t, const char *s, size_t len)
         t->skip_empty_system = has(s, len, "and message['content']");
     }
     if (t->family == CHAT_LLAMA3) {
-        char *copy = strndup(s, len); /* NUL-terminated for the scan */
+        char *copy = chat_copy(s, len); /* NUL-terminated for the scan */
         rc = copy ? llama3_preface(t, copy, strlen(copy)) : -1;
         free(copy);
     }

@@ -35,4 +35,8 @@ int chat_detect(const char *s, size_t len);
 /* Fill in the details that the template text has. -1: out of memory. */
 int chat_details(struct chat_template *t, const char *s, size_t len);
 
+/* A NUL-terminated copy of len bytes that need not end in one; malloc'd, NULL without memory. (strndup would do, but looks for
+ * the end past what it may read, or so strict checkers say.) */
+char *chat_copy(const char *s, size_t len);
+
 #endif

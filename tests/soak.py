@@ -202,7 +202,7 @@ def main():
         empty(d)
         seen.append(figures(d))
     if len(seen) == rounds:
-        if seen[-1][1] > seen[0][1]:
+        if seen[-1][1] > seen[len(seen) // 2][1]:  # the first third may open what stays open
             failures.append("descriptors grow: %r" % seen)
         if not SANITIZED and seen[-1][0] > seen[0][0] + max(8000, seen[0][0] // 10):
             failures.append("memory grows: %r" % seen)
