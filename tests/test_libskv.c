@@ -92,6 +92,7 @@ static void put_token(struct wire_buf *b, uint32_t id, const char *text)
 
 /* ---- the program's side ---- */
 
+/* Requests that are still open are ended by teardown, when the frame of the test is gone: so these are static. */
 struct heard {
     int notes, dones;
     int64_t value;
@@ -153,7 +154,7 @@ START_TEST(args_arrive_as_put)
 {
     static const int32_t tokens[] = { 1, 70000, -1 };
     struct skv_args *a = skv_args_new();
-    struct heard h = { 0 };
+    static struct heard h;
     struct wire_msg m;
     const struct wire_value *map, *v;
     int64_t i, id;
@@ -199,7 +200,7 @@ END_TEST
 
 START_TEST(no_args_is_an_empty_array)
 {
-    struct heard h = { 0 };
+    static struct heard h;
     struct wire_msg m;
 
     start("status", NULL, &h);
@@ -260,7 +261,7 @@ START_TEST(a_large_request_waits_for_room)
     size_t n = 4 << 20, got = 0;
     char *text = malloc(n + 1);
     struct skv_args *a = skv_args_new();
-    struct heard h = { 0 };
+    static struct heard h;
     struct skv_error err;
     ssize_t r;
 
@@ -287,7 +288,7 @@ END_TEST
 
 START_TEST(answers_in_any_order_reach_their_request)
 {
-    struct heard h[3] = { 0 };
+    static struct heard h[3];
     struct skv_error err;
     int64_t id[3];
 
@@ -310,7 +311,7 @@ END_TEST
 
 START_TEST(tokens_reach_their_request_however_the_bytes_come)
 {
-    struct heard a = { 0 }, b = { 0 };
+    static struct heard a, b;
     struct skv_error err;
     int64_t ia = start("generate", NULL, &a), ib = start("generate", NULL, &b);
     struct wire_buf w;
@@ -338,7 +339,7 @@ START_TEST(an_error_keeps_its_fields)
 {
     static const struct skv_error full = { SKV_OVERLOADED, 250, "the queue is full" };
     static const struct skv_error cancelled = { SKV_CANCELLED, 0, "as asked" };
-    struct heard h = { 0 }, k = { 0 };
+    static struct heard h, k;
     struct skv_error err;
     struct wire_buf w;
 
@@ -381,7 +382,7 @@ END_TEST
 
 START_TEST(a_hang_up_ends_every_request)
 {
-    struct heard a = { 0 }, b = { 0 };
+    static struct heard a, b;
     struct skv_error err;
 
     start("generate", NULL, &a);
@@ -402,7 +403,7 @@ END_TEST
 START_TEST(the_daemons_last_words_are_the_reason)
 {
     static const struct skv_error why = { SKV_TOO_LARGE, 0, "a frame of 20 MiB; 16 MiB is the limit" };
-    struct heard h = { 0 };
+    static struct heard h;
     struct skv_error err;
     struct wire_buf w;
 
@@ -419,7 +420,7 @@ END_TEST
 
 START_TEST(closing_ends_what_is_open)
 {
-    struct heard h = { 0 };
+    static struct heard h;
 
     start("generate", NULL, &h);
     skv_close(c);
@@ -448,7 +449,7 @@ static const struct {
 
 START_TEST(bad_bytes_end_the_connection)
 {
-    struct heard h = { 0 };
+    static struct heard h;
     struct skv_error err = { 0 };
 
     start("generate", NULL, &h);
@@ -462,7 +463,7 @@ END_TEST
 
 START_TEST(a_frame_above_the_limit_is_refused_when_declared)
 {
-    struct heard h = { 0 };
+    static struct heard h;
     struct skv_error err;
 
     skv_set_frame_limit(c, 1000);
@@ -534,7 +535,7 @@ END_TEST
 
 START_TEST(callbacks_may_not_block)
 {
-    struct heard h = { .probe_blocking = true };
+    static struct heard h = { .probe_blocking = true };
     struct skv_error err;
     struct wire_buf w;
 
