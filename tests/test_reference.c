@@ -361,10 +361,6 @@ END_TEST
 
 int main(int argc, char **argv)
 {
-    Suite *s = suite_create("reference");
-    TCase *c = tcase_create("reference");
-    SRunner *sr;
-
     model = tsv_model_path();
     if (model == NULL)
         return 77;
@@ -372,6 +368,10 @@ int main(int argc, char **argv)
         printf("skipped: a sanitizer makes the real model too slow; the tiny models' tests cover the code\n");
         return 77;
     }
+    Suite *s = suite_create("reference");
+    TCase *c = tcase_create("reference");
+    SRunner *sr;
+
     if (argc > 1 && strcmp(argv[1], "long") == 0)
         f32_limit = default_limit = evict_f32_limit = evict_limit = 1 << 20;
     if (f32_limit > 1000)

@@ -233,10 +233,6 @@ END_TEST
 
 int main(int argc, char **argv)
 {
-    Suite *s = suite_create("scores");
-    TCase *c = tcase_create("scores");
-    int n = (int)(sizeof sets / sizeof *sets);
-
     path = tsv_model_path();
     if (path == NULL)
         return 77;
@@ -244,6 +240,10 @@ int main(int argc, char **argv)
         printf("skipped: a sanitizer makes the real model too slow; the tiny models' tests cover the code\n");
         return 77;
     }
+    Suite *s = suite_create("scores");
+    TCase *c = tcase_create("scores");
+    int n = (int)(sizeof sets / sizeof *sets);
+
     tcase_set_timeout(c, 0);
     bool all = argc > 1 && strcmp(argv[1], "long") == 0; /* also the 2000-token prompt in f32 */
     tcase_add_loop_test(c, scores_f32, 0, all ? 6 : 4);
