@@ -79,9 +79,9 @@ static void kill_sequence(struct engine *e, uint64_t id)
         sched_drop_session(e, s, true);
         return;
     }
-    if (s->session[0] != '\0') { /* the session goes with it */
-        s->session[0] = '\0';
-    }
+    if (s->session[0] != '\0' && s->n_kv > 0) /* the session goes with it, and its next request is told */
+        sched_remember_lost(e, s);
+    s->session[0] = '\0';
     sched_fail(e, s, SKV_CANCELLED, "ended by an administrator");
 }
 

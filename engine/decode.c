@@ -1,5 +1,4 @@
 /* decode.c - one token for every running sequence: phase 2 (step-prepare), the forward pass, the choice of tokens. */
-#include <math.h>
 #include <string.h>
 
 #include "engine/core.h"
@@ -62,7 +61,7 @@ static void choose_row(void *arg, int i)
         s->cont_best[s->n_answer] = best;
         if (best >= 0)
             score_candidates(s, logits);
-        if (isnan(s->next_lp))
+        if (s->top_lp[0] <= -1e30f) /* even the likeliest is impossible: no number among the logits */
             s->next = -1;
         return;
     }

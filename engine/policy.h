@@ -27,6 +27,7 @@ struct policy_params {
     int pool_shift, wide, wide_shift;
     float narrow;
     int recent_decode; /* last positions that stay while decoding, 0: as `recent` */
+    int first_prompt;  /* tokens of the sequence's first prompt, 0: not known; budgets that differ may look at it */
     float decay;       /* of scores at every step while decoding, for policies that accumulate with one */
 };
 

@@ -1,5 +1,6 @@
 /* pyramid: as snapkv, but budgets fall arithmetically from lower to upper layers (PyramidKV, arXiv 2406.02069). The paper's code
- * rounds each layer down and so overspends; here the fractions are carried, and the sum is exactly n * budget. */
+ * rounds each layer down and so overspends; here the fractions are carried, and the sum is exactly n * budget. As there, a
+ * prompt that the mean budget holds is kept whole in every layer. */
 #include "engine/policy.h"
 
 #define BETA 20 /* the last layer gets 1/BETA of the mean, beside the protected window */
@@ -11,6 +12,10 @@ static void budgets(const struct policy_params *p, int n, int32_t *budget)
     double sum = 0;
     long given = 0;
 
+    if (p->first_prompt > 0 && p->first_prompt <= p->budget) {
+        policy_equal_budgets(p, n, budget);
+        return;
+    }
     for (int i = 0; i < n; i++) {
         sum += n > 1 ? high - i * (high - low) / (n - 1) : mean;
         long upto = i == n - 1 ? (long)n * (p->budget - window) : (long)(sum + 0.5);

@@ -47,7 +47,7 @@ struct seq *sched_find_session(struct engine *e, uint32_t uid, const char *name)
 
 /* ---- sessions that were dropped ---------------------------------------------------------------- */
 
-static void remember_lost(struct engine *e, const struct seq *s)
+void sched_remember_lost(struct engine *e, const struct seq *s)
 {
     struct lost_session *l = &e->lost[e->lost_at];
 
@@ -89,7 +89,7 @@ void sched_drop_session(struct engine *e, struct seq *s, bool lost)
 {
     assert(s->state == SEQ_IDLE);
     if (lost)
-        remember_lost(e, s);
+        sched_remember_lost(e, s);
     core_log(e, 6, "session ended uid=%u name=\"%s\" tokens=%d", s->uid, s->session, s->n_kv);
     drop(e, s);
 }
@@ -103,7 +103,7 @@ static void settle(struct engine *e, struct seq *s, bool kv_whole)
         atomic_fetch_sub(&e->queued, 1);
     if (s->session[0] == '\0' || s->n_kv == 0 || !kv_whole) {
         if (s->session[0] != '\0' && s->n_kv > 0)
-            remember_lost(e, s);
+            sched_remember_lost(e, s);
         drop(e, s);
         return;
     }
@@ -203,6 +203,7 @@ static int make_plan(struct engine *e, struct seq *s, struct skv_error *err)
     n_pin = pin_ranges(s, &pin, err);
     if (n_pin < 0)
         return -1;
+    params.first_prompt = s->tokens.n;
     int r = kvplan_init(&s->plan, policy, &params, pin, n_pin, &e->model.src.dims, err);
     free(pin);
     s->has_plan = r == 0;
