@@ -1,0 +1,416 @@
+#!/usr/bin/env python3
+"""Situations that users of other servers reported: the process, the wire, sparsity. See test_troubles.py."""
+import os
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from skvwire import Refused, pack  # noqa: E402
+from troubles_rig import (CONTEXT, GREEDY, SANITIZED, SLOW, SPARSE, Running, ask, daemon, end_sessions, fresh, gone,  # noqa: E402
+                          greedy, healthy, heavy_model, kept, learn, model, own, prompt, read_tokens, refused, rss_kb, run, tmp, until)
+
+# ---- life ----
+
+
+@own
+def test_24_sigterm():
+    for state in ("idle", "prefill", "decode", "twice"):
+        d = daemon("--drain-timeout", "60s", "--kv-memory", "16M", gguf=heavy_model())
+        with d.peer(timeout=120) as p:
+            i = None
+            if state != "idle":
+                i = p.start("generate", **greedy(2000 if state != "decode" else 20, 40, progress=True))
+                assert p.call("hello")["server"] == "skvd"  # so the request was read before the signal
+            if state == "decode":
+                read_tokens(p, i, 1)
+            d.p.send_signal(signal.SIGTERM)
+            if state == "twice":
+                until(lambda: "stop reason" in d.log(), what="the first signal heard")
+                d.p.send_signal(signal.SIGTERM)
+            if i is not None:
+                try:
+                    assert p.result(i)["completion_tokens"] == 40
+                except Refused as e:
+                    assert e.code == "cancelled" and state == "twice", e
+            assert p.message() is None, "the connection is closed at the end"
+        assert d.stop(0) == 0, state
+        assert not os.path.exists(d.sock)
+
+
+@own
+def test_24_sigterm_grace():
+    d = daemon("--drain-timeout", "300ms", "--kv-memory", "16M", gguf=heavy_model())
+    with d.peer(timeout=120) as p:
+        ids = [p.start("generate", **greedy(2000, 100000, k)) for k in range(3)]
+        p.call("hello")
+        d.p.send_signal(signal.SIGTERM)
+        for i in ids:
+            e = refused(lambda: p.result(i), "cancelled")
+            assert "tokens" in e, e
+    assert d.stop(0) == 0
+
+
+@own
+def test_25_started_twice():
+    with Running() as d:
+        e = daemon(sock=d.sock, wait=False)
+        assert e.p.wait(20 * SLOW) == 5 and "alive" in e.log(), e.log()
+        e.stop()
+    d = daemon()
+    d.stop(signal.SIGKILL)
+    assert os.path.exists(d.sock)
+    with Running(sock=d.sock):
+        pass
+    plain = os.path.join(tmp, "plain")
+    with open(plain, "w") as f:
+        f.write("precious")
+    for path, says in ((plain, "not a socket"), (os.path.join(tmp, "x" * 110), "107"), (os.path.join(tmp, "none", "sock"), "none")):
+        d = daemon(sock=path, wait=False)
+        assert d.p.wait(20 * SLOW) == 2 and says in d.log(), (path, d.p.returncode, d.log())
+        d.stop()
+    with open(plain) as f:
+        assert f.read() == "precious"
+    # 107 bytes are the longest that fit
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        with Running(sock=os.path.join(short, "y" * (107 - len(short) - 1))):
+            pass
+
+
+@own
+def test_26_malformed_models():
+    path = os.path.join(tmp, "bad.gguf")
+    with open(model(), "rb") as f:
+        good = f.read()
+    bad = [b"", b"GGUF", b"GGML" + good[4:], good[:100], good[:len(good) // 2], good[:-1], good[:4] + b"\xff" * 20 + good[24:],
+           good[:8] + b"\xff" * 8 + good[16:], good[:16] + b"\xff" * 8 + good[24:], b"\0" * 4096, os.urandom(4096)]
+    for key in (b"llama.block_count", b"llama.embedding_length", b"llama.attention.head_count"):
+        at = good.index(key) + len(key) + 4
+        bad += [good[:at] + v + good[at + 4:] for v in (b"\0\0\0\0", b"\xff\xff\xff\xff", b"\1\0\0\0" if key != b"llama.block_count" else b"\7\0\0\0")]
+    for b in bad:
+        with open(path, "wb") as f:
+            f.write(b)
+        d = daemon(gguf=path, wait=False)
+        if d.p.wait(20 * SLOW) != 3 or "exit code=bad_model" not in d.log():
+            raise AssertionError("%d bytes: exit %r, %s" % (len(b), d.p.returncode, d.log()))
+        d.stop()
+    for path in (tmp, "/dev/null", os.path.join(tmp, "none.gguf")):
+        d = daemon(gguf=path, wait=False)
+        assert d.p.wait(20 * SLOW) == 3 and path in d.log(), d.log()
+        d.stop()
+
+
+@own
+def test_27_a_wedged_engine_shows():
+    # a step that may take ten seconds takes a whole prompt at once: for as long the engine answers nobody
+    with Running("--step-limit", "100ms", "--step-time", "10000", "--kv-memory", "32M", gguf=heavy_model()) as d:
+        with d.peer(timeout=120) as p, d.peer(timeout=120) as q:
+            ids = [p.start("generate", **greedy(2047, 1, k, stream=False)) for k in range(6)]
+            seen = []
+
+            def shown():
+                seen.append(q.call("status"))
+                return any(x["state"] == "stuck" and x["step_age_ms"] >= 100 for x in seen) or seen[-1]["finished"] > 6
+            until(shown, 60, "a step's age")
+            assert any(x["state"] == "stuck" and x["step_age_ms"] >= 100 for x in seen), seen[-3:]
+            for i in ids:
+                p.result(i)
+            until(lambda: q.call("status")["state"] == "serving", what="serving again")
+        assert "engine stuck" in d.log()
+
+
+# ---- wire ----
+
+FAULTS = ((b"\xdd\xff\xff\xff\xff", "too_large"), (b"\x94\x00\x01\xa1x\x91\xdf\xff\xff\xff\xff", "too_large"),
+          (b"\x94\x00\x01\xdb\xff\xff\xff\xff", "too_large"), (b"\x94\x00\x01\xa1x" + b"\x91" * 64, "bad_request"),
+          (b"\x94\x00\x01\xa1x" + b"\x81\xa1k" * 64, "bad_request"), (b"\xc1", "bad_request"), (b"GET / HTTP/1.0\r\n\r\n", "bad_request"))
+
+
+def test_28_frames(d):
+    before = rss_kb(d)
+    with d.peer(timeout=60) as other:
+        solo = ask(other, 30, 200)["tokens"]
+        i = other.start("generate", **greedy(30, 900))
+        for data, code in FAULTS:
+            with d.peer() as p:
+                p.raw(data)
+                m = p.message()
+                assert m[:2] == [2, "error"] and m[2][0]["code"] == code, m
+                assert p.message() is None
+        assert other.result(i)["tokens"][:200] == solo
+    assert SANITIZED or rss_kb(d) - before < 16000, "a declaration cost memory"
+    whole = pack([0, 1, "generate", [greedy(40, 16, stream=False)]])
+    with d.peer(timeout=60) as p:
+        for b in whole:
+            p.raw(bytes([b]))
+        assert len(p.result(1)["tokens"]) == 16
+        p.raw(whole + whole[:len(whole) // 2])
+        p.result(1)
+        p.raw(whole[len(whole) // 2:])
+        p.result(1)
+    for n in (1, 3, len(whole) // 2, len(whole) - 1):  # gone in the middle of one
+        with d.peer() as p:
+            p.raw(whole[:n])
+
+
+def test_28_a_thousand_idle(d):
+    peers = [d.peer() for _ in range(1000)]
+    healthy_with = peers[500]
+    assert ask(healthy_with)["completion_tokens"] == 16
+    until(lambda: healthy_with.call("status")["connections"] >= 1000, what="all accepted")
+    for p in peers:
+        p.close()
+    with d.peer() as p:
+        until(lambda: p.call("status")["connections"] == 1, what="all closed")
+
+
+@own
+def test_28_no_descriptors_left():
+    with Running("--max-connections", "10000", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))) as d:
+        first = d.peer(timeout=60)
+        solo = ask(first, 30, 100)["tokens"]
+        peers = [d.peer() for _ in range(100)]
+        until(lambda: "accept failed" in d.log(), what="the limit")
+        assert ask(first, 30, 100)["tokens"] == solo
+        for p in peers + [first]:
+            p.close()
+
+        def in_again():
+            try:
+                with d.peer(timeout=5) as p:
+                    return p.call("status")["connections"] == 1
+            except (OSError, EOFError):
+                return False
+        until(in_again, what="accepting again")
+
+
+# ---- sparsity ----
+
+def test_29_a_budget_for_all(d):
+    with d.peer(timeout=60) as p:
+        full = ask(p, 300, 30, 6, kv={"policy": "full"})["tokens"]
+        args = {"tokens": prompt(300, 6), "continuation": prompt(30, 7)}
+        score = p.call("score", kv={"policy": "full"}, **args)["logprobs"]
+        assert len(set(full)) > 3
+        for policy in SPARSE:
+            kv = {"policy": policy, "budget": CONTEXT}
+            assert ask(p, 300, 30, 6, kv=kv)["tokens"] == full, policy
+            assert p.call("score", kv=kv, **args)["logprobs"] == score, policy
+
+
+@own
+def test_30_many_with_the_smallest_budget():
+    with Running("--max-sequences", "64", "--max-batch", "64", "--kv-memory", "8M") as d:
+        stop, bad, looks = threading.Event(), [], [0, 0]
+
+        def look():
+            with d.peer(timeout=120) as q:
+                while not stop.is_set():
+                    k = q.call("kv")
+                    if k["pages_used"] + k["pages_free"] != k["pages_total"] or sum(x["pages"] for x in k["layers"]) != k["pages_used"]:
+                        bad.append(k)
+                    looks[0] += 1
+                    for s in q.call("sequences")["sequences"][:1]:
+                        if s["state"] != "decode":
+                            continue
+                        try:
+                            a = q.call("kept", sequence=s["id"])
+                        except Refused:
+                            continue
+                        for layer in a["layers"]:
+                            for h in layer["heads"]:
+                                pos = h["positions"]
+                                ok = pos == sorted(set(pos)) and 16 <= len(pos) <= 17 and pos[:2] == [0, 1]
+                                ok = ok and pos[-8:] == list(range(pos[-1] - 7, pos[-1] + 1)) and pos[-1] >= a["n"] - 2
+                                if not ok:
+                                    bad.append((a["n"], pos))
+                        looks[1] += 1
+
+        t = threading.Thread(target=look)
+        t.start()
+        try:
+            with d.peer(timeout=240) as p:
+                ids = [p.start("generate", **greedy(100, 600 if SLOW == 1 else 100, k, stream=False,
+                                                    kv={"policy": "snapkv", "budget": 16, "recent": 8, "sink": 2})) for k in range(64)]
+                for i in ids:
+                    r = p.result(i)
+                    assert 0 < r["kv"]["slots_kept"] <= 16 * 6 + 6 < r["kv"]["slots_full"], r["kv"]
+        finally:
+            stop.set()
+            t.join()
+        assert not bad and min(looks) > 0, (looks, bad[:3])
+
+
+def test_31_same_kept_set_in_company(d):
+    def held(p, start, policy):
+        names = {fresh("kept"): k for k in start}
+        ids = [p.start("generate", session=name, **greedy(300 + 100 * k, 20, k, stream=False, kv={"policy": policy, "budget": 64}))
+               for name, k in names.items()]
+        for i in ids:
+            p.result(i)
+        out = {k: kept(p, name)[0] for name, k in names.items()}
+        end_sessions(p)
+        return out
+
+    with d.peer(timeout=60) as p:
+        for policy in SPARSE:
+            apart = {}
+            for k in (1, 2, 3):
+                apart.update(held(p, (k,), policy))
+            assert held(p, (1, 2, 3), policy) == apart and len(apart) == 3, policy
+
+
+def test_32_the_pool_falls(d):
+    with d.peer(timeout=60) as p:
+        used = {}
+        page = p.call("kv")
+        for policy, pages in (("full", 6 * -(-900 // 32)), ("snapkv", 6 * -(-65 // 32))):
+            r = ask(p, 900, 1, session=fresh("pool"), kv={"policy": policy, "budget": 64})
+            used[policy] = p.call("status")["pages_used"]
+            assert used[policy] <= pages and used[policy] >= pages - 6, (policy, used, pages)
+            assert r["kv"]["bytes"] == used[policy] * page["page_bytes"] and r["kv"]["slots_full"] == 900 * 6, r["kv"]
+            end_sessions(p)
+            until(lambda: p.call("status")["pages_used"] == 0)
+        assert used["snapkv"] * 3 < used["full"], used
+
+
+@own
+def test_32_more_fit():
+    most = {}
+    for policy in ("full", "snapkv"):
+        with Running("--kv-policy", policy, "--kv-budget", "64", "--kv-recent", "32", "--kv-memory", "1M", "--max-sequences", "32",
+                     "--max-batch", "32") as d:
+            with d.peer(timeout=120) as p, d.peer(timeout=120) as q:
+                k = p.call("kv")
+                assert (k["fit_plan"] == k["fit_full"]) == (policy == "full"), k
+                ids = [p.start("generate", **greedy(600, 300, n, stream=False)) for n in range(10)]
+                most[policy] = 0
+                while True:
+                    st = q.call("status")
+                    most[policy] = max(most[policy], st["running"])
+                    if st["waiting"] == st["running"] == 0 and st["finished"] > 10:
+                        break
+                for i in ids:
+                    p.result(i)
+    assert most["full"] <= 3 < most["snapkv"], most
+
+
+def test_33_a_session_after_an_end(d):
+    """After a stop string, a cancel, a deadline: the session goes on exactly as if all had been said at once (full), or as
+    another one of the same course (sparse)."""
+    def begin(p, name, end, kv):
+        said = prompt(300, 8)
+        args = greedy(300, 400, 8, session=name, kv=kv)
+        if end == "stop":
+            text = ask(p, 300, 30, 8, kv=kv)["text"]
+            cut = next(text[k:k + 3] for k in range(5, 25) if "\ufffd" not in text[k:k + 3])
+            r = p.call("generate", **dict(args, stop=[cut]))
+            assert r["finish"] == "stop"
+            return said + r["tokens"]
+        if end == "length":
+            return said + p.call("generate", **dict(args, max_tokens=20))["tokens"]
+        i = p.start("generate", **args)
+        read_tokens(p, i, 3)
+        if end == "cancel":
+            p.call("cancel", msgid=i)
+        else:
+            (q,) = [q for q in p.call("sequences")["sequences"] if q["session"] == name]
+            p.call("kill", sequence=q["id"])
+        e = refused(lambda: p.result(i), "cancelled")
+        return said + e["tokens"]
+
+    with d.peer(timeout=60) as p:
+        for end in ("cancel", "stop", "length", "kill"):
+            name = fresh("s33")
+            said = begin(p, name, end, {"policy": "full"})
+            try:
+                r = ask(p, 20, 8, 2, session=name)
+            except Refused as e:
+                assert e.code == "not_found" and end == "kill", (end, e)
+                continue
+            assert end != "kill", "a session that an administrator ended goes on as if nothing were"
+            whole = p.call("generate", **dict(GREEDY, tokens=said + prompt(20, 2), max_tokens=8, kv={"policy": "full"}))
+            assert r["tokens"] == whole["tokens"] and r["cached_tokens"] >= len(said) - 1, (end, r, whole)
+        for end in ("stop", "length"):
+            for policy in ("snapkv", "sparse"):
+                two = []
+                for _ in range(2):
+                    name = fresh("s33")
+                    begin(p, name, end, {"policy": policy, "budget": 64})
+                    two.append(ask(p, 20, 8, 2, session=name)["tokens"])
+                assert two[0] == two[1], (end, policy, two)
+        for policy in ("full", "snapkv"):  # a cancel at any time of a prefill: on with it, or lost and said so
+            for wait in (0, 0.001, 0.004, 0.01):
+                name = fresh("s33")
+                ask(p, 200, 5, 4, session=name, kv={"policy": policy, "budget": 64})
+                i = p.start("generate", **greedy(700, 5, 5, session=name))
+                time.sleep(wait)
+                p.start("cancel", msgid=i)
+                try:
+                    p.result(i)
+                except Refused as e:
+                    assert e.code == "cancelled", e
+                try:
+                    assert ask(p, 20, 5, 2, session=name)["completion_tokens"] == 5
+                except Refused as e:
+                    assert e.code == "not_found", e
+                    assert ask(p, 20, 5, 2, session=name)["completion_tokens"] == 5  # begun anew
+        end_sessions(p)
+
+
+def test_34_one_prompt_two_policies(d):
+    with d.peer(timeout=60) as p:
+        policies = ["full"] + SPARSE
+        a = {x: ask(p, 700, 20, 9, kv={"policy": x, "budget": 64})["tokens"] for x in policies}
+        b = {x: ask(p, 700, 20, 9, kv={"policy": x, "budget": 64})["tokens"] for x in reversed(policies)}
+        assert a == b and len({tuple(x) for x in a.values()}) > 1, a
+        name = fresh("s34")
+        ask(p, 700, 5, 9, session=name, kv={"policy": "snapkv", "budget": 64})
+        refused(lambda: ask(p, 10, 5, 9, session=name, kv={"policy": "full"}), "bad_request")
+        end_sessions(p)
+
+
+def test_35_short_prompts_keep_all(d):
+    with d.peer(timeout=60) as p:
+        for policy in SPARSE:
+            for n in (1, 2, 17, 30, 64):
+                r = ask(p, n, 10, kv={"policy": policy})
+                assert r["kv"]["slots_kept"] == r["kv"]["slots_full"], (policy, n, r["kv"])
+                assert r["tokens"] == ask(p, n, 10, kv={"policy": "full"})["tokens"], (policy, n)
+
+
+def check_protected(d, n_layers=3):
+    with d.peer(timeout=60) as p:
+        pins = set(range(100, 120)) | {300}
+        for policy in SPARSE:
+            # of one token only: all scores are as equal as they can be
+            for what in (prompt(500), [77] * 500):
+                for out in (1, 150):
+                    name = fresh("pin")
+                    r = p.call("generate", **dict(GREEDY, tokens=what, max_tokens=out, session=name, pin=[[100, 120], [300, 301]],
+                                                  kv={"policy": policy, "budget": 128, "sink": 4, "recent": 16}))
+                    layers, k = kept(p, name)
+                    last = 500 + r["completion_tokens"] - 2  # the last token of an answer has no place yet
+                    want = pins | set(range(4)) | set(range(last - 14, last + 1))
+                    for heads in layers:
+                        for h in heads:
+                            assert want <= set(h), (policy, out, sorted(want - set(h)), h)
+                            assert h == sorted(set(h)) and h[-1] in (last, last + 1), h
+                    end_sessions(p)
+
+
+def test_36_protected_tokens_stay(d):
+    check_protected(d)
+
+
+@own
+def test_36_protected_tokens_stay_in_int8():
+    with Running("--kv-dtype", "int8", gguf=model("random8")) as d:
+        check_protected(d)
+
+
+if __name__ == "__main__":
+    sys.exit(run([(n, f) for n, f in globals().items() if n.startswith("test_")], lambda: learn(daemon())))
