@@ -135,9 +135,9 @@ void sched_drop_session(struct engine *e, struct seq *s, bool lost);
 struct seq *sched_find_request(struct engine *e, uint64_t request);
 struct seq *sched_find_sequence(struct engine *e, uint64_t id);
 struct seq *sched_find_session(struct engine *e, uint32_t uid, const char *name);
-/* True, and forgotten, when this session was dropped since. */
 /* The next use of this sequence's session is told that it is lost. */
 void sched_remember_lost(struct engine *e, const struct seq *s);
+/* True, and forgotten, when this session was dropped since. */
 bool sched_session_lost(struct engine *e, uint32_t uid, const char *name);
 
 /* --- prefill.c --- */

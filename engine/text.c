@@ -8,14 +8,8 @@
 
 static int push_token(struct tok_ids *ids, int32_t id, struct skv_error *err)
 {
-    if (ids->n == ids->cap) {
-        int cap = ids->cap > 0 ? 2 * ids->cap : 64;
-        int32_t *p = realloc(ids->id, (size_t)cap * sizeof *p);
-        if (p == NULL)
-            return skv_fail(err, SKV_INTERNAL, "no memory for %d tokens", cap);
-        ids->id = p;
-        ids->cap = cap;
-    }
+    if (tok_ids_reserve(ids, 1, err) < 0)
+        return -1;
     ids->id[ids->n++] = id;
     return 0;
 }

@@ -113,7 +113,6 @@ int tok_spm_word(const struct tokenizer *t, const char *s, size_t len, bool lead
                  size_t *used);
 
 /* ---- tok_bpe.c */
-int tok_ids_reserve(struct tok_ids *out, size_t more, struct skv_error *err);
 /* Append a word's ids. */
 int tok_word_ids(const struct tokenizer *t, const char *s, size_t len, struct tok_ids *out,
                  struct skv_error *err);

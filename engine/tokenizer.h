@@ -35,6 +35,9 @@ struct tok_ids {
     int n, cap;
 };
 
+/* Make room for `more` ids. 0, or -1 with *err (NO_MEMORY). */
+int tok_ids_reserve(struct tok_ids *out, size_t more, struct skv_error *err);
+
 /* Encoding in bounded pieces, so that a huge text never holds up a step: start with job = {text, len, special}, call
  * until it returns 1. special: control tokens' texts are parsed as the tokens; else they are plain text. Input that is not
  * UTF-8 is refused (BAD_REQUEST, naming the byte offset). Appends to out. -1 with *err (also NO_MEMORY). */
