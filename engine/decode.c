@@ -171,6 +171,7 @@ void decode_first(struct engine *e, struct seq **seq, const int32_t *row, int n,
 
     for (int i = 0; i < n; i++) {
         struct seq *s = seq[i];
+        s->n_step = 0;
         if (s->req->kind == ENGINE_SCORE && s->req->refeed) {
             take_back_last(e, s);
         } else if (s->req->kind == ENGINE_GENERATE && s->n_max == 0) {
@@ -208,6 +209,25 @@ static int collect(struct engine *e)
     return n;
 }
 
+/* Where the step's queries go in a policy that keeps a ring of them, and whether its layer scores by them now: once a turn of the
+ * ring, in every layer at another step, so that no step pays for all; not before victims are near. All of it depends on the
+ * sequence alone. */
+static void ring_step(const struct engine *e, const struct seq *s, int layer, struct kern_rule *rule)
+{
+    int n_kv = e->model.src.dims.n_kv, phase;
+
+    if (rule->ring == 0)
+        return;
+    rule->ring_at = s->n_step % rule->ring;
+    phase = (s->n_step + layer * rule->ring / e->model.src.dims.n_layer) % rule->ring;
+    if (phase != rule->ring - 1 || s->n_step + 1 < rule->ring)
+        return;
+    for (int h = 0; h < n_kv; h++) {
+        size_t i = core_head(e, s->lane, layer, h);
+        rule->burst = rule->burst || e->kv->len[i] >= e->kv->cap[i] - rule->ring;
+    }
+}
+
 int decode_step(struct engine *e)
 {
     const struct ops_dims *d = &e->model.src.dims;
@@ -220,14 +240,18 @@ int decode_step(struct engine *e)
     pass.n_row = pass.n_seg = n;
     e->ops->embed(e->be, &pass, e->x);
     for (int layer = 0; layer < d->n_layer; layer++) {
-        for (int i = 0; i < n; i++)
+        for (int i = 0; i < n; i++) {
             e->rule[i] = e->row_seq[i]->plan.rule[layer];
+            ring_step(e, e->row_seq[i], layer, &e->rule[i]);
+        }
         e->ops->attn_in(e->be, layer, &pass, e->x, e->slot + (size_t)layer * stride);
         e->ops->attn_decode(e->be, layer, &pass, e->rule);
         e->ops->attn_out_mlp(e->be, layer, &pass, e->x);
     }
-    for (int i = 0; i < n; i++)
+    for (int i = 0; i < n; i++) {
         e->row_seq[i]->n_kv++;
+        e->row_seq[i]->n_step++;
+    }
     e->ops->logits(e->be, e->x, e->row_index, n, e->logits);
     choose_all(e, e->row_seq, n);
     return n;

@@ -35,6 +35,17 @@ void policy_no_update(const struct policy_params *p, struct kern_rule *rule)
     rule->weight = 0;
 }
 
+/* The ring turns twice within the recent window, so that every pair has been scored before it can go, also where a layer's first
+ * burst waits for its turn. */
+void policy_ring_update(const struct policy_params *p, struct kern_rule *rule)
+{
+    int most = p->alpha > 0 && p->alpha < OPS_RING ? p->alpha : OPS_RING;
+
+    rule->decay = 0;
+    rule->weight = 1;
+    rule->ring = (p->recent + 1) / 2 < most ? (p->recent + 1) / 2 : most;
+}
+
 int policy_window(const struct policy_params *p, const struct policy_prompt *prompt, int more)
 {
     int alpha = p->alpha;

@@ -49,7 +49,7 @@ struct policy {
     /* Phase 3, prefill. rule->budget, sink, recent and pins are filled already. Returns how many of the prompt's last
      * queries are summed (0: none). */
     int (*choose)(const struct policy_params *p, const struct policy_prompt *prompt, struct kern_rule *rule);
-    /* Phase 3, decode: decay and weight, and recent where it differs from the prefill's. */
+    /* Phase 3, decode: decay, weight and ring, and recent where it differs from the prefill's. */
     void (*update)(const struct policy_params *p, struct kern_rule *rule);
 };
 
@@ -71,6 +71,8 @@ int policy_resolve(const struct policy *p, const struct engine_kv_options *o, in
 /* Parts that several policies share. */
 void policy_equal_budgets(const struct policy_params *p, int n, int32_t *budget);
 void policy_no_update(const struct policy_params *p, struct kern_rule *rule);
+/* The window of queries moves along: the last ones decide, scored in bursts (kern_rule.ring). */
+void policy_ring_update(const struct policy_params *p, struct kern_rule *rule);
 /* The window in queries: alpha, or the last message (ALPHA_PLAIN queries where there is none), `more` on top, at most the prompt. */
 #define POLICY_ALPHA_PLAIN 16
 int policy_window(const struct policy_params *p, const struct policy_prompt *prompt, int more);

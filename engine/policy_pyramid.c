@@ -30,5 +30,5 @@ const struct policy policy_pyramid = {
     .defaults = { .budget = 512, .sink = 4, .recent = 32, .alpha = 32, .pool = 7, .pool_kind = KERN_POOL_AVG, .head_floor = 1 },
     .budgets = budgets,
     .choose = policy_window_choose,
-    .update = policy_no_update,
+    .update = policy_ring_update,
 };

@@ -52,6 +52,7 @@ struct seq {
     int n_prompt;     /* tokens.n when the answer begins */
     int n_cached;     /* positions there before this request */
     int n_max;        /* tokens of the answer at most */
+    int n_step;       /* decode steps since the prefill */
     bool at_context;  /* n_max was cut by the context */
 
     /* KV */

@@ -80,6 +80,9 @@ struct ops_config {
 /* A prefill tile has at most this many rows. Part of the numeric contract: scores are summed tile by tile. */
 #define OPS_TILE 256
 
+/* Queries that a lane's ring holds at most, per layer and query head (kern_rule.ring). */
+#define OPS_RING 16
+
 /* KV state: flat arrays at addresses that stay fixed for the backend's life, owned by the backend, filled by
  * the engine's block manager (host side) before each pass. Index of (lane, layer, head):
  * i = (lane * n_layer + layer) * n_kv + head. On a device backend these are the host mirrors. */
@@ -141,8 +144,13 @@ struct kern_rule {
     bool by_value;   /* CriticalKV: the second half of the budget goes by (score + value_eps) * |V| norm */
     float value_eps;
     float head_floor; /* share of the budget that each head keeps whatever the others' scores (Ada-KV); 1: equal */
-    /* decode: score = decay * score + weight * p at every step */
+    /* decode, ring == 0: score = decay * score + weight * p at every step.
+     * ring > 0: the step's queries go to place ring_at of the lane's ring of that many instead, and where `burst` is set the
+     * scores follow from all of them, once: score = decay * score + weight * sum over the ring of the probabilities that each query
+     * had in its own step. A burst needs a ring that this lane filled since its prefill. */
     float decay, weight;
+    int32_t ring, ring_at; /* ring <= OPS_RING, ring_at < ring */
+    bool burst;
 };
 
 /* ---- the table ------------------------------------------------------------------------------------ */
@@ -184,7 +192,7 @@ struct ops {
     void (*attn_prefill)(void *be, int layer, const struct ops_pass *pass);
 
     /* Decode attention: one row a segment, over all slots in use. With rule[i] (per segment) applied:
-     * scores updated, then the next victim of each head is chosen (lowest score among slots whose position
+     * scores updated (at every step, or in bursts: kern_rule.ring), then the next victim of each head is chosen (lowest score among slots whose position
      * is outside sink, recent and pins; ties: the lowest position) when len == cap. */
     void (*attn_decode)(void *be, int layer, const struct ops_pass *pass, const struct kern_rule *rule);
 

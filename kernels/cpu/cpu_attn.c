@@ -8,7 +8,7 @@
  *   prefill pass 2   tasks (unit, key block): the block stays, the scored rows pass by in ascending order; one task
  *                    owns a column of the score row, so the sum needs no atomics and has one order
  *   decode           tasks (unit, split of 256 slots): partial m, l, o and the logits go to a record; whoever ends a
- *                    unit's last split merges its records in split order and updates scores and victim
+ *                    unit's last split merges its records in split order, updates scores (or the ring: cpu_ring.c) and victim
  *
  * Splits and key blocks start at multiples of 256 slots whatever the batch, and no task's result depends on which
  * worker runs it: that is the whole of batch invariance here.
@@ -26,17 +26,6 @@
 #define BLOCK_MAX   384                 /* at most (their o and q stay in L2), */
 #define BLOCK_TASKS 4                   /* and about so that each thread gets this many tasks */
 #define DECODE_WORK ((size_t)16 << 20)  /* bytes of split records, unless one lane needs more */
-#define LOG2_E      1.44269504088896340736f
-
-/* One worker's scratch; everything 64-byte aligned. */
-struct attn_scratch {
-    unsigned char *panel; /* [KERN_ATTN_PAGES] */
-    unsigned char *q;     /* [g] packed query rows: decode */
-    unsigned char *p;     /* [KERN_ATTN_TILE] */
-    float *s;             /* [KERN_ATTN_TILE][KERN_ATTN_BLOCK] */
-    float *o;             /* [block rows][hd] */
-    float *m, *l;         /* [block rows] */
-};
 
 /* A pass's view that the tasks share. */
 struct attn_job {
@@ -75,7 +64,8 @@ static int scratch_init(struct cpu *c, struct cpu_attn_work *aw)
     int n = c->cfg.n_threads;
     size_t rows = (size_t)block_queries(c, BLOCK_MAX) * c->g;
     size_t panel = KERN_ATTN_PAGES * KERN_ATTN_PANEL_BYTES(aw->hd);
-    size_t q = c->g * KERN_ATTN_Q_BYTES(aw->hd), p = KERN_ATTN_TILE * KERN_ATTN_P_BYTES;
+    size_t q = (size_t)(c->g > KERN_ATTN_TILE ? c->g : KERN_ATTN_TILE) * KERN_ATTN_Q_BYTES(aw->hd);
+    size_t p = KERN_ATTN_TILE * KERN_ATTN_P_BYTES;
     size_t s = sizeof(float) * KERN_ATTN_TILE * KERN_ATTN_BLOCK;
     size_t o = align64(rows * aw->hd * sizeof(float)), ml = align64(rows * sizeof(float));
     size_t each = panel + q + p + s + o + 2 * ml;
@@ -121,7 +111,7 @@ int cpu_attn_init(struct cpu *c, struct skv_error *err)
     aw->first = cpu_attn_alloc(aw, units + 1, sizeof *aw->first);
     aw->left = cpu_attn_alloc(aw, units, sizeof *aw->left);
     if (!aw->q || !aw->m || !aw->inv_l || !aw->score || !aw->rec || !aw->first || !aw->left ||
-        scratch_init(c, aw) || cpu_select_init(c)) {
+        scratch_init(c, aw) || cpu_select_init(c) || cpu_ring_init(c)) {
         cpu_attn_fini(c);
         return skv_fail(err, SKV_NO_MEMORY, "no memory for attention (%zu bytes)", aw->bytes);
     }
@@ -134,6 +124,7 @@ void cpu_attn_fini(struct cpu *c)
     if (!aw)
         return;
     cpu_select_fini(c);
+    free(aw->ring);
     free(aw->scratch);
     free(aw->scratch_mem);
     free(aw->q);
@@ -179,9 +170,8 @@ static int own_slot(const struct ops_seg *seg, int head, int row)
     return (seg->head_slot0 ? seg->head_slot0[head] : seg->slot0) + (row - seg->row0);
 }
 
-/* Set *b to the block of slots [slot0, slot0 + n): page pointers, or panels in `panel`. */
-static void block_set(const struct cpu *c, const struct kern_attn_form *form, const uint32_t *table, int slot0,
-                      int n, unsigned char *panel, struct kern_attn_block *b)
+void cpu_attn_block(const struct cpu *c, const struct kern_attn_form *form, const uint32_t *table, int slot0, int n,
+                    unsigned char *panel, struct kern_attn_block *b)
 {
     const struct kern_page_layout *pl = &c->kv.page;
     size_t panel_bytes = KERN_ATTN_PANEL_BYTES(pl->hd);
@@ -251,7 +241,7 @@ static void pack_group(const struct cpu *c, const struct kern_attn_form *form, i
 {
     const float *q = c->qkv + (size_t)row * c->qkv_width + (size_t)head * c->g * c->d.head_dim;
     for (int j = 0; j < c->g; j++)
-        form->pack_q(q + j * c->d.head_dim, c->d.head_dim, c->aw->hd, c->d.attn_scale * LOG2_E,
+        form->pack_q(q + j * c->d.head_dim, c->d.head_dim, c->aw->hd, c->d.attn_scale * CPU_LOG2_E,
                      out + j * KERN_ATTN_Q_BYTES(c->aw->hd));
 }
 
@@ -307,7 +297,7 @@ static void prefill_task(void *arg, int item, int worker)
     const uint32_t *table = c->kv.table + cpu_kv_index(c, seg->lane, job->layer, t.head) * c->kv.max_pages;
     for (int slot0 = 0; slot0 < n_slot; slot0 += KERN_ATTN_BLOCK) {
         struct kern_attn_block b;
-        block_set(c, form, table, slot0, n_slot - slot0, w->panel, &b);
+        cpu_attn_block(c, form, table, slot0, n_slot - slot0, w->panel, &b);
         prefill_block(c, form, &t, &b, slot0, w);
     }
     for (int i = 0; i < n_row; i++) {
@@ -348,7 +338,7 @@ static void score_task(void *arg, int item, int worker)
     rows_at(job, unit, row0, end - row0, &t);
     int n_slot = own_slot(seg, head, end - 1) + 1 - slot0, own = own_slot(seg, head, row0);
     const uint32_t *table = c->kv.table + cpu_kv_index(c, seg->lane, job->layer, head) * c->kv.max_pages;
-    block_set(c, form, table, slot0, n_slot, w->panel, &b);
+    cpu_attn_block(c, form, table, slot0, n_slot, w->panel, &b);
     for (int r = 0, n; r < t.n * c->g; r += n) {
         n = min_int(t.n * c->g - r, KERN_ATTN_TILE);
         b.n_page = tile_seen(own, c->g, r, n, slot0, seen);
@@ -497,9 +487,9 @@ static int32_t decode_victim(const struct cpu *c, const struct kern_rule *rule, 
     return best;
 }
 
-static void decode_end(const struct attn_job *job, int unit)
+static void decode_end(const struct attn_job *job, int unit, struct attn_scratch *w)
 {
-    const struct cpu *c = job->c;
+    struct cpu *c = job->c;
     const struct ops_seg *seg = &job->seg[unit / c->d.n_kv];
     const struct kern_rule *rule = job->rule ? &job->rule[seg - job->pass->seg] : NULL;
     int head = unit % c->d.n_kv, rec0 = c->aw->first[unit];
@@ -511,7 +501,11 @@ static void decode_end(const struct attn_job *job, int unit)
     put_group(c, seg->row0, head, all.o, all.l);
     if (!rule)
         return;
-    if (rule->weight != 0 || rule->decay != 1)
+    if (rule->ring > 0) {
+        cpu_ring_put(c, rule, job->layer, seg, head, all.m, all.l);
+        if (rule->burst)
+            cpu_ring_score(c, rule, job->layer, seg, head, w);
+    } else if (rule->weight != 0 || rule->decay != 1)
         decode_score(c, rule, table, c->kv.len[at], rec0);
     if (c->kv.len[at] >= c->kv.cap[at])
         c->kv.victim[at] = decode_victim(c, rule, table, c->kv.len[at], seg->pos0);
@@ -533,7 +527,7 @@ static void decode_task(void *arg, int item, int worker)
     int32_t seen[KERN_ATTN_TILE];
     float alpha[KERN_ATTN_TILE];
 
-    block_set(c, form, table, slot0, c->kv.len[at] - slot0, w->panel, &b);
+    cpu_attn_block(c, form, table, slot0, c->kv.len[at] - slot0, w->panel, &b);
     /* This worker's next split is likely the one after the other workers'. */
     int ahead = slot0 + workers_count(c->workers) * KERN_ATTN_BLOCK;
     for (int i = 0; i < 2 && !form->panel && ahead + i * SLOTS < c->kv.len[at]; i++)
@@ -552,7 +546,7 @@ static void decode_task(void *arg, int item, int worker)
         form->pv(&b, w->p, n, alpha, rec.o + (size_t)r * b.hd);
     }
     if (atomic_fetch_sub_explicit(&c->aw->left[unit], 1, memory_order_acq_rel) == 1)
-        decode_end(job, unit);
+        decode_end(job, unit, w);
 }
 
 void cpu_attn_decode(void *be, int layer, const struct ops_pass *pass, const struct kern_rule *rule)

@@ -6,7 +6,17 @@
 
 struct cpu_select_work; /* cpu_select.c */
 
-struct attn_scratch; /* cpu_attn.c: one worker's */
+#define CPU_LOG2_E 1.44269504088896340736f
+
+/* One worker's scratch; everything 64-byte aligned. */
+struct attn_scratch {
+    unsigned char *panel; /* [KERN_ATTN_PAGES] */
+    unsigned char *q;     /* [max(g, KERN_ATTN_TILE)] packed query rows: decode */
+    unsigned char *p;     /* [KERN_ATTN_TILE] */
+    float *s;             /* [KERN_ATTN_TILE][KERN_ATTN_BLOCK] */
+    float *o;             /* [block rows][hd] */
+    float *m, *l;         /* [block rows] */
+};
 
 struct cpu_attn_work {
     int hd, max_slots;
@@ -22,6 +32,8 @@ struct cpu_attn_work {
     int *first;        /* [units + 1] first task of each unit */
     _Atomic int *left; /* [units] splits to go */
     struct cpu_select_work *select;
+    unsigned char *ring; /* cpu_ring.c: [max_lanes][n_layer][n_kv] rings */
+    size_t ring_bytes;   /* of one */
 };
 
 /* The score row of (lane, head): [max_slots]. */
@@ -45,6 +57,20 @@ static inline bool cpu_pinned(const struct kern_rule *rule, int32_t pos)
             return true;
     return false;
 }
+
+/* Set *b to the block of slots [slot0, slot0 + n) of a head: page pointers, or panels in `panel`. */
+void cpu_attn_block(const struct cpu *c, const struct kern_attn_form *form, const uint32_t *table, int slot0, int n,
+                    unsigned char *panel, struct kern_attn_block *b);
+
+/* --- cpu_ring.c: the last queries of decoding lanes --- */
+/* A lane's part is first touched when it decodes under a rule with a ring. 0, or -1: no memory. */
+int cpu_ring_init(struct cpu *c);
+/* Put the group of KV head `head` of a decode row into place rule->ring_at, with its maxima (in units of log2) and 1 / sums, [g] each. */
+void cpu_ring_put(struct cpu *c, const struct kern_rule *rule, int layer, const struct ops_seg *seg, int head, const float *m,
+                  const float *inv_l);
+/* A burst: the scores of the head's slots from the ring that the row's queries filled up. */
+void cpu_ring_score(struct cpu *c, const struct kern_rule *rule, int layer, const struct ops_seg *seg, int head,
+                    struct attn_scratch *w);
 
 /* 0, or -1: no memory. */
 int cpu_select_init(struct cpu *c);

@@ -80,6 +80,7 @@ struct cu_rank {
     float *att32, *act32;  // [D][n_head * head_dim], [D][n_ffn]
     float *lse;            // [n_head][R]
     float *part_o, *part_ml, *logit;
+    ring_view ring;
     unsigned char *meta;   // device side of a prefill pass's block
     std::vector<cu_stage> stage; // host sides, used in turn
     size_t next_stage, meta_bytes;

@@ -193,6 +193,83 @@ __device__ __forceinline__ bool evictable(const dec_rule &u, const int32_t *pin,
 // m, 1 / l of the group [2][g]; victims of the warps [4][3]
 #define MERGE_SMEM(G) ((2 * (G) + (MERGE_THREADS / 32) * 3) * 4)
 
+__device__ __forceinline__ size_t ring_index(const dec_params &p, int lane, int head)
+{
+    return ((size_t)lane * p.kv.n_layer + p.layer) * p.n_head + head;
+}
+
+// The step's queries of a group with their softmax's maximum and 1 / sum into their place.
+template <int HD>
+__device__ __forceinline__ void ring_put(const dec_params &p, const dec_rule &u, size_t idx, int r, int kh, const float *ml)
+{
+    const float *src = p.q + (size_t)r * p.row_width + (size_t)kh * p.g * HD;
+    size_t first = ring_index(p, p.pass.lane[r], kh * p.g) * DEC_PLACES + u.ring_at;
+    for (int i = threadIdx.x; i < p.g * HD / 2; i += MERGE_THREADS) {
+        int j = 2 * i / HD, d = 2 * i % HD;
+        reinterpret_cast<unsigned *>(p.ring.q + (first + (size_t)j * DEC_PLACES) * HD)[d / 2] =
+            bf16_pack(src[2 * i] * p.scale, src[2 * i + 1] * p.scale);
+    }
+    if ((int)threadIdx.x < p.g) {
+        float *to = p.ring.ml + 2 * (first + (size_t)threadIdx.x * DEC_PLACES);
+        to[0] = ml[2 * threadIdx.x];
+        to[1] = ml[2 * threadIdx.x + 1];
+    }
+    if (threadIdx.x == 0)
+        p.ring.pos[idx * DEC_PLACES + u.ring_at] = p.pass.pos[r];
+}
+
+// s[place] = q k of a slot for the ring of one query head.
+template <int HD>
+__device__ __forceinline__ void ring_dot(const dec_params &p, const unsigned char *page, int slot, const unsigned *q, int n,
+                                         float s[DEC_PLACES])
+{
+#pragma unroll
+    for (int i = 0; i < DEC_PLACES; i++)
+        s[i] = 0.0f;
+    for (int d = 0; d < HD / 2; d++) {
+        unsigned w = p.dtype == KERN_KV_INT8 ? page_k_pair<KERN_KV_INT8>(p.kv, page, d, slot)
+                                             : page_k_pair<KERN_KV_BF16>(p.kv, page, d, slot);
+        float a = bf16_lo(w), b = bf16_hi(w);
+#pragma unroll
+        for (int i = 0; i < DEC_PLACES; i++)
+            if (i < n) {
+                unsigned v = q[i * (HD / 2) + d];
+                s[i] = fmaf(bf16_hi(v), b, fmaf(bf16_lo(v), a, s[i]));
+            }
+    }
+    if (p.dtype == KERN_KV_INT8) {
+        float scale = page_k_scale<KERN_KV_INT8>(p.kv, page, slot);
+#pragma unroll
+        for (int i = 0; i < DEC_PLACES; i++)
+            s[i] *= scale;
+    }
+}
+
+// A burst: the probabilities that the ring's queries had for each slot that was there in their step. A thread owns a slot, so the sum
+// has one order.
+template <int HD>
+__device__ __forceinline__ void ring_score(const dec_params &p, const dec_rule &u, size_t idx, int lane, int kh)
+{
+    const int32_t *at = p.ring.pos + idx * DEC_PLACES;
+    for (int s = threadIdx.x; s < p.kv.len[idx]; s += MERGE_THREADS) {
+        unsigned char *page = kv_page(p.kv, idx, s / KERN_PAGE_SLOTS);
+        int slot = s % KERN_PAGE_SLOTS, pos = page_pos(p.kv, page)[slot];
+        float sum = 0.0f;
+        for (int j = 0; j < p.g; j++) {
+            size_t first = ring_index(p, lane, kh * p.g + j) * DEC_PLACES;
+            const float *ml = p.ring.ml + 2 * first;
+            float dot[DEC_PLACES];
+            ring_dot<HD>(p, page, slot, reinterpret_cast<const unsigned *>(p.ring.q + first * HD), u.ring, dot);
+#pragma unroll
+            for (int i = 0; i < DEC_PLACES; i++)
+                if (i < u.ring && pos <= at[i])
+                    sum += expf(dot[i] - ml[2 * i]) * ml[2 * i + 1];
+        }
+        float *score = page_score(p.kv, page) + slot;
+        *score = u.decay * *score + u.weight * (sum / (float)p.g);
+    }
+}
+
 // Score update over the head's slots, then the victim.
 __device__ __forceinline__ void merge_score(const dec_params &p, const dec_rule &u, size_t idx, int r, int kh,
                                             const float *ml, float *best)
@@ -272,6 +349,14 @@ __global__ void __launch_bounds__(MERGE_THREADS, 4) dec_merge(dec_params p)
         p.out[((size_t)r * p.n_head + kh * p.g + j) * HD + d] = v * ml[2 * j + 1];
     }
     dec_rule u = p.rule[r];
+    if (u.on & DEC_RING) {
+        ring_put<HD>(p, u, idx, r, kh, ml);
+        __syncthreads();
+        if (u.on & DEC_BURST) {
+            ring_score<HD>(p, u, idx, row_lane, kh);
+            __syncthreads();
+        }
+    }
     if ((u.on & DEC_SCORE) || ((u.on & DEC_VICTIM) && p.kv.len[idx] >= p.kv.cap[idx]))
         merge_score(p, u, idx, r, kh, ml, best);
 }

@@ -45,6 +45,9 @@ struct score_params {
 
 #define DEC_VICTIM 1 // the next victim is chosen once the head is at its capacity
 #define DEC_SCORE 2  // score = decay * score + weight * p
+#define DEC_RING 4   // the row's queries go to place ring_at of its ring
+#define DEC_BURST 8  // score = decay * score + weight * sum of p over the ring
+#define DEC_PLACES 16 // places of a ring in memory: OPS_RING
 
 // What phase 3 does to a row's heads after the step; one per (layer, row), made from struct kern_rule.
 struct dec_rule {
@@ -52,6 +55,14 @@ struct dec_rule {
     int32_t sink, recent; // positions [0, sink) and the last `recent` are never evicted
     int32_t pin0, n_pin;  // more such ranges, in dec_params.pin
     float decay, weight;
+    int32_t ring, ring_at; // places in use, this step's
+};
+
+// The last queries of decoding lanes, a ring for each (lane, layer, query head): see kern_rule.ring.
+struct ring_view {
+    unsigned short *q; // [lanes][n_layer][n_head][DEC_PLACES][HD] bf16, scaled
+    float *ml;         // [lanes][n_layer][n_head][DEC_PLACES][2]: maximum and 1 / sum of the step's softmax
+    int32_t *pos;      // [lanes][n_layer][n_kv][DEC_PLACES]
 };
 
 struct dec_params {
@@ -66,6 +77,8 @@ struct dec_params {
     float *out;             // [n_row][n_head * HD]
     const dec_rule *rule;   // [n_row]
     const int32_t *pin;     // pairs [from, to)
+    ring_view ring;
+    int dtype;              // enum kern_kv_dtype
 };
 
 typedef unsigned long long sel_key;

@@ -11,6 +11,8 @@
 
 #include "kernels/cuda/backend.h"
 
+static_assert(DEC_PLACES == OPS_RING, "a ring has as many places as the interface says");
+
 // --- the block ---------------------------------------------------------------------------------------------
 
 static void step_layout(const cuda *c, const cu_rank &r, int pins, cu_step_at *at)
@@ -72,6 +74,11 @@ static int rank_init(cuda *c, cu_rank &r, skv_error *err)
         !(r.part_ml = static_cast<float *>(cu_alloc(r, cells * heads * 8, false, err))) ||
         !(r.logit = static_cast<float *>(cu_alloc(r, cells * heads * DEC_SPLIT * 4, false, err))) ||
         !(r.victims = static_cast<int32_t *>(cu_alloc(r, victims, false, err))))
+        return -1;
+    size_t rings = (size_t)c->cfg.max_lanes * c->d.n_layer * DEC_PLACES;
+    if (!(r.ring.q = static_cast<unsigned short *>(cu_alloc(r, rings * heads * c->d.head_dim * 2, false, err))) ||
+        !(r.ring.ml = static_cast<float *>(cu_alloc(r, rings * heads * 8, false, err))) ||
+        !(r.ring.pos = static_cast<int32_t *>(cu_alloc(r, rings * r.n_kv * 4, false, err))))
         return -1;
     if (cudaHostAlloc(reinterpret_cast<void **>(&r.victims_host), victims, cudaHostAllocDefault) != cudaSuccess)
         return skv_fail(err, SKV_NO_MEMORY, "no pinned memory for the step's victims");
@@ -213,11 +220,13 @@ static int note_pins(cuda *c, const kern_rule &u)
 void cu_step_attn_decode(cuda *c, int layer, const ops_pass *pass, const kern_rule *rule)
 {
     for (int i = 0; i < pass->n_seg; i++) {
-        dec_rule d = { 0, 0, 0, 0, 0, 1.0f, 0.0f };
+        dec_rule d = { 0, 0, 0, 0, 0, 1.0f, 0.0f, 0, 0 };
         if (rule) {
             const kern_rule &u = rule[i];
-            int score = u.weight != 0 || u.decay != 1 ? DEC_SCORE : 0;
-            d = { DEC_VICTIM | score, u.sink, u.recent, note_pins(c, u), u.n_pin, u.decay, u.weight };
+            int score = u.ring > 0                          ? DEC_RING | (u.burst ? DEC_BURST : 0)
+                        : u.weight != 0 || u.decay != 1 ? DEC_SCORE
+                                                            : 0;
+            d = { DEC_VICTIM | score, u.sink, u.recent, note_pins(c, u), u.n_pin, u.decay, u.weight, u.ring, u.ring_at };
         }
         for (cu_rank &r : c->rank)
             in_block<dec_rule>(r.step_h, r.at.rule)[(size_t)layer * c->D + pass->seg[i].row0] = d;
@@ -284,7 +293,7 @@ static void run_attn_decode(cuda *c, int layer, const step_size &z)
                         r.qkv + (size_t)at * r.width, r.part_o, r.part_ml, r.logit,
                         r.att32 + (size_t)at * r.n_head * hd,
                         in_block<dec_rule>(r.step_d, r.at.rule) + (size_t)layer * c->D + at,
-                        in_block<int32_t>(r.step_d, r.at.pin) },
+                        in_block<int32_t>(r.step_d, r.at.pin), r.ring, c->cfg.kv_dtype },
                       std::min(chunk, z.rows - at));
         }
     }

@@ -35,6 +35,7 @@ struct sim {
     float *score;      /* [n_pages][32] */
     float *score_row;  /* [max_lanes][n_kv][max_slots] */
     struct sim_pick *pick; /* [n_kv][max_slots] */
+    struct sim_query *ring; /* [max_lanes][n_layer][OPS_RING] */
 };
 
 /* A hash that mixes two numbers well (the finaliser of MurmurHash3). */

@@ -91,20 +91,23 @@ void sim_cost_attn_prefill(struct sim *s, int layer, const struct ops_pass *pass
                              .attention = (4 * pairs + 2 * scored) * s->d.head_dim, .kernels = score ? 2 : 1 });
 }
 
-/* Attention and its merge; scores and the victim's choice read a score and a position a slot. */
+/* Attention and its merge; scores and the victim's choice read a score and a position a slot; a burst passes a ring of queries over the
+ * keys. */
 void sim_cost_attn_decode(struct sim *s, int layer, const struct ops_pass *pass, const struct kern_rule *rule)
 {
-    double slots = 0, seen = 0;
+    double slots = 0, seen = 0, pairs = 0;
 
     for (int i = 0; i < pass->n_seg; i++)
         for (int h = 0; h < s->d.n_kv; h++) {
             size_t at = sim_index(s, pass->seg[i].lane, layer, h);
             slots += s->kv.len[at];
+            if (rule != NULL && rule[i].burst)
+                pairs += (double)rule[i].ring * s->kv.len[at];
             if (rule != NULL && rule[i].budget > 0 && s->kv.len[at] >= s->kv.cap[at])
                 seen += s->kv.len[at];
         }
     spend(s, &(struct work){ .bytes = slots * (double)kern_page_slot_bytes(&s->kv.page) + 8 * seen,
-                             .decode = 4 * slots * s->g * s->d.head_dim, .kernels = 2 + (seen > 0), .graph = true });
+                             .decode = (4 * slots + 2 * pairs) * s->g * s->d.head_dim, .kernels = 2 + (seen > 0), .graph = true });
 }
 
 /* Output projection and residual; norm; gate and up; activation; down and residual. */

@@ -28,6 +28,12 @@ static void unmap(void *p, size_t n, size_t each)
         munmap(p, n * each);
 }
 
+/* A decode step's query, kept for a burst. */
+struct sim_query {
+    uint64_t row;
+    int32_t pos;
+};
+
 int sim_kv_values(struct sim *s, struct skv_error *err)
 {
     size_t slots = (size_t)s->kv.n_pages * SLOTS;
@@ -37,7 +43,8 @@ int sim_kv_values(struct sim *s, struct skv_error *err)
     s->score = map(slots, sizeof *s->score);
     s->score_row = map((size_t)s->cfg.max_lanes * s->d.n_kv * s->max_slots, sizeof *s->score_row);
     s->pick = map((size_t)s->d.n_kv * s->max_slots, sizeof *s->pick);
-    if (s->value == NULL || s->pos == NULL || s->score == NULL || s->score_row == NULL || s->pick == NULL)
+    s->ring = map((size_t)s->cfg.max_lanes * s->d.n_layer * OPS_RING, sizeof *s->ring);
+    if (s->value == NULL || s->pos == NULL || s->score == NULL || s->score_row == NULL || s->pick == NULL || s->ring == NULL)
         return skv_fail(err, SKV_NO_MEMORY, "no memory for the values of %zu slots", slots);
     return 0;
 }
@@ -51,6 +58,7 @@ void sim_kv_free(struct sim *s)
     unmap(s->score, slots, sizeof *s->score);
     unmap(s->score_row, (size_t)s->cfg.max_lanes * s->d.n_kv * s->max_slots, sizeof *s->score_row);
     unmap(s->pick, (size_t)s->d.n_kv * s->max_slots, sizeof *s->pick);
+    unmap(s->ring, (size_t)s->cfg.max_lanes * s->d.n_layer * OPS_RING, sizeof *s->ring);
 }
 
 /* Where slot `slot` of a table is in the arrays. */
@@ -154,8 +162,37 @@ static int32_t decode_victim(const struct sim *s, size_t at, const struct kern_r
     return best;
 }
 
+/* What a decode step adds to a slot's score: its own pull, or in a burst the pulls of the ring's queries that came after it. */
+static void decode_score(struct sim *s, size_t k, const struct kern_rule *rule, const struct sim_query *ring, uint64_t row)
+{
+    float sum = 0;
+
+    if (rule->ring == 0) {
+        if (rule->weight != 0 || rule->decay != 1)
+            s->score[k] = rule->decay * s->score[k] + rule->weight * pull(sim_mix(s->value[k], row));
+        return;
+    }
+    if (!rule->burst)
+        return;
+    for (int i = 0; i < rule->ring; i++)
+        if (s->pos[k] <= ring[i].pos)
+            sum += pull(sim_mix(s->value[k], ring[i].row));
+    s->score[k] = rule->decay * s->score[k] + rule->weight * sum;
+}
+
+static struct sim_query *ring_of(const struct sim *s, int lane, int layer)
+{
+    return s->ring + ((size_t)lane * s->d.n_layer + layer) * OPS_RING;
+}
+
 void sim_kv_attn_decode(struct sim *s, int layer, const struct ops_pass *pass, const struct kern_rule *rule)
 {
+    for (int i = 0; rule != NULL && i < pass->n_seg; i++)
+        if (rule[i].ring > 0) {
+            assert(rule[i].ring <= OPS_RING && rule[i].ring_at < rule[i].ring);
+            ring_of(s, pass->seg[i].lane, layer)[rule[i].ring_at] =
+                (struct sim_query){ s->row[pass->seg[i].row0], pass->seg[i].pos0 };
+        }
     for (int i = 0; i < pass->n_seg; i++)
         for (int h = 0; h < s->d.n_kv; h++) {
             const struct ops_seg *seg = &pass->seg[i];
@@ -166,8 +203,8 @@ void sim_kv_attn_decode(struct sim *s, int layer, const struct ops_pass *pass, c
                 size_t k = place(s, at, j);
                 assert(s->value[k] != 0);
                 sum += sim_mix(s->value[k], 1);
-                if (rule != NULL && (rule[i].weight != 0 || rule[i].decay != 1))
-                    s->score[k] = rule[i].decay * s->score[k] + rule[i].weight * pull(sim_mix(s->value[k], s->row[seg->row0]));
+                if (rule != NULL)
+                    decode_score(s, k, &rule[i], ring_of(s, seg->lane, layer), s->row[seg->row0]);
             }
             s->att[seg->row0] += sim_mix(sum, (uint64_t)h);
             if (rule != NULL && s->kv.len[at] >= s->kv.cap[at])

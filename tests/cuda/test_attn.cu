@@ -335,7 +335,7 @@ static void decode_one(int hd, int g, int n_kv, kern_kv_dtype dt, int n_row)
         lane[r] = r % 3 == 2 ? -1 : n_row - r; // some rows are padding
         int on[] = { 0, DEC_VICTIM, DEC_VICTIM | DEC_SCORE };
         rule[r] = { on[between(0, 2)], between(0, 4), between(1, 8), between(0, 2), between(0, 2), uniform(0.5f, 1.0f),
-                    uniform(0.0f, 1.0f) };
+                    uniform(0.0f, 1.0f), 0, 0 };
         if (lane[r] < 0)
             continue;
         for (int h = 0; h < n_kv; h++) {
@@ -368,7 +368,7 @@ static void decode_one(int hd, int g, int n_kv, kern_kv_dtype dt, int n_row)
     before.victim = kv.victim;
     cu_decode(0, dt, hd,
               { kv.view, { nullptr, dl.p, dn.p, nullptr }, 0, g, n_head, n_split, width, scale, dq.p, po.p, ml.p,
-                logit.p, out.p, drule.p, dpin.p },
+                logit.p, out.p, drule.p, dpin.p, { nullptr, nullptr, nullptr }, dt },
               n_row);
     kv.get();
     std::vector<float> o = out.get();
@@ -376,6 +376,75 @@ static void decode_one(int hd, int g, int n_kv, kern_kv_dtype dt, int n_row)
         if (lane[r] >= 0)
             decode_want(before, kv, r, lane[r], now[r], g, &q[(size_t)r * width], &o[(size_t)r * n_head * hd], rule[r],
                         pin, scale);
+}
+
+// A row decodes over slots that are overwritten in place; a ring of its last queries scores them in bursts, and the plain sum of
+// the probabilities that each query had in its step says what it should be.
+static void ring_one(int hd, int g, kern_kv_dtype dt)
+{
+    const int n_kv = 2, n_head = n_kv * g, width = (n_head + 2 * n_kv) * hd, n = small_run ? 40 : 90, ring = between(1, DEC_PLACES);
+    kv_rig kv(dt, hd, 2, n_kv, 33);
+    std::vector<int32_t> lane = { 1 }, pin = { 0, 0 };
+    std::vector<std::vector<std::vector<double>>> seen(ring, std::vector<std::vector<double>>(n_kv));
+    dev<unsigned short> rq((size_t)2 * n_head * DEC_PLACES * hd);
+    dev<float> rml((size_t)2 * n_head * DEC_PLACES * 2);
+    dev<int32_t> rpos((size_t)2 * n_kv * DEC_PLACES), dl(lane), dpin(pin);
+    float scale = 1.0f / sqrtf((float)hd);
+    for (int h = 0; h < n_kv; h++) {
+        kv.fill(1, h, n, 1.5f);
+        kv.cap[kv.index(1, h)] = n;
+    }
+    for (int s = 0; s < 2 * ring + 1; s++) {
+        // The newest position takes a slot of its own in each head, as a victim's would be.
+        for (int h = 0; h < n_kv && s > 0; h++)
+            kv.pos(1, h, (7 * s + 3 * h) % n) = n - 1 + s;
+        std::vector<int32_t> now = { n - 1 + s };
+        std::vector<float> q = randoms(width, 1.5f);
+        bool burst = s % ring == ring - 1;
+        std::vector<dec_rule> rule = { { DEC_VICTIM | DEC_RING | (burst ? DEC_BURST : 0), 4, 8, 0, 0, 0.5f, 2.0f, ring, s % ring } };
+        std::vector<std::vector<float>> before(n_kv, std::vector<float>(n));
+        for (int h = 0; h < n_kv; h++) {
+            std::vector<double> p(n + 2 * ring + 1, 0.0);
+            for (int j = 0; j < g; j++) {
+                std::vector<double> a = softmax_row(kv, 1, h, &q[(size_t)(h * g + j) * hd], n, scale);
+                for (int k = 0; k < n; k++)
+                    p[kv.pos(1, h, k)] += a[k] / g;
+            }
+            seen[s % ring][h] = p;
+            for (int k = 0; k < n; k++)
+                before[h][k] = kv.score(1, h, k);
+        }
+        kv.put();
+        dev<float> dq(q), po((size_t)n_head * hd), ml((size_t)n_head * 2), logit((size_t)n_head * DEC_SPLIT);
+        dev<float> out((size_t)n_head * hd);
+        dev<int32_t> dn(now);
+        dev<dec_rule> drule(rule);
+        cu_decode(0, dt, hd,
+                  { kv.view, { nullptr, dl.p, dn.p, nullptr }, 0, g, n_head, 1, width, scale, dq.p, po.p, ml.p, logit.p, out.p,
+                    drule.p, dpin.p, { rq.p, rml.p, rpos.p }, dt },
+                  1);
+        kv.get();
+        double worst = 0;
+        for (int h = 0; h < n_kv; h++)
+            for (int k = 0; k < n; k++) {
+                double want = before[h][k], sum = 0;
+                for (int i = 0; burst && i < ring; i++)
+                    sum += seen[i][h][kv.pos(1, h, k)];
+                if (burst)
+                    want = 0.5 * want + 2 * sum;
+                rig::worsen(worst, fabs(kv.score(1, h, k) - want) - (burst ? 3e-2 * sum : 0));
+            }
+        close_to("ring score", worst, 0, 1e-6);
+    }
+}
+
+static void test_ring()
+{
+    for (int hd : head_sizes)
+        for (int g : { 1, 3, 8 })
+            for (kern_kv_dtype dt : dtypes)
+                if (!small_run || !between(0, 2))
+                    ring_one(hd, g, dt);
 }
 
 static void test_decode()
@@ -396,5 +465,6 @@ int main(int argc, char **argv)
     test_rope();
     test_prefill();
     test_decode();
+    test_ring();
     return rig::done();
 }

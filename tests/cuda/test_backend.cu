@@ -258,8 +258,15 @@ struct runner {
         o->embed(be, &pass, x);
         for (int l = 0; l < m.d.n_layer; l++) {
             std::vector<kern_rule> r;
-            for (int i = 0; i < n; i++)
+            for (int i = 0; i < n; i++) {
+                int step = (int)out.token[lane[i]].size() - 1;
                 r.push_back(rule[lane[i]][l]);
+                if (l == 0 || l != m.d.n_layer - 1)
+                    continue;
+                r[i].ring = 3; // the last layer scores in bursts
+                r[i].ring_at = step % 3;
+                r[i].burst = step % 3 == 2;
+            }
             o->attn_in(be, l, &pass, x, &slot[(size_t)l * n * nk]);
             o->attn_decode(be, l, &pass, r.data());
             o->attn_out_mlp(be, l, &pass, x);

@@ -9,7 +9,7 @@
  *
  * VARIANT: name:key=value,...  with share (kept share of all slots), full (layers), alpha, tail (1: the template's closing tokens come
  * on top of alpha), pool, max (1), value (1), eps, floor, sink, recent, shift (the smoothing reaches ahead), evict (1: decode evicts too, by decay,
- * weight and drecent), shape (budgets fall linearly from 1 + shape to 1 - shape).
+ * weight and drecent; ring: by a ring of that many queries, scored in bursts), shape (budgets fall linearly from 1 + shape to 1 - shape).
  */
 #include <getopt.h>
 #include <math.h>
@@ -29,7 +29,7 @@
 struct variant {
     char name[64];
     double share, eps, floor, shape, narrow, decay, weight;
-    int full, alpha, tail, pool, max, value, sink, recent, shift, wide, wshift, evict, drecent;
+    int full, alpha, tail, pool, max, value, sink, recent, shift, wide, wshift, evict, drecent, ring;
     double score[TASKS], kl, kl_n, slots, seconds;
 };
 
@@ -41,7 +41,7 @@ static int L, H, per_head, n_task;
 static char task_name[TASKS][16];
 static double full_score[TASKS], task_n[TASKS];
 static struct variant var[VARIANTS];
-static int n_var, header_order;
+static int n_var, header_order, n_step;
 static float *x, *logits;
 
 static double now(void)
@@ -125,8 +125,11 @@ static void step(const struct variant *v, int lane, int32_t token, int pos)
                               .weight = evict ? (float)v->weight : 0, .pool = 1, .head_floor = 1 };
     int32_t slot[64], zero = 0;
 
+    rule.ring = evict ? v->ring : 0;
+    rule.ring_at = rule.ring > 0 ? n_step % rule.ring : 0;
     ops->embed(be, &pass, x);
     for (int l = 0; l < L; l++) {
+        rule.burst = rule.ring > 0 && n_step + 1 >= rule.ring && (n_step + l * rule.ring / L) % rule.ring == rule.ring - 1;
         for (int h = 0; h < H; h++) {
             size_t i = at(lane, l, h);
             if (!evict)
@@ -137,6 +140,7 @@ static void step(const struct variant *v, int lane, int32_t token, int pos)
         ops->attn_decode(be, l, &pass, &rule);
         ops->attn_out_mlp(be, l, &pass, x);
     }
+    n_step++;
     ops->logits(be, x, &zero, 1, logits);
 }
 
@@ -187,6 +191,7 @@ static double answer(const struct variant *v, int lane, const struct record *r, 
     for (int l = 0; l < L; l++)
         for (int h = 0; h < H; h++)
             kv->len[at(lane, l, h)]--;
+    n_step = 0;
     step(v, lane, r->prompt.id[pos], pos);
     pos++;
     for (int i = 0; i < r->prefix.n; i++)
@@ -352,7 +357,7 @@ static void parse_variant(char *s)
             { "max", &v->max, NULL }, { "value", &v->value, NULL }, { "sink", &v->sink, NULL }, { "recent", &v->recent, NULL },
             { "shift", &v->shift, NULL },
             { "wide", &v->wide, NULL }, { "wshift", &v->wshift, NULL }, { "narrow", NULL, &v->narrow },
-            { "evict", &v->evict, NULL }, { "drecent", &v->drecent, NULL }, { "decay", NULL, &v->decay }, { "weight", NULL, &v->weight } };
+            { "evict", &v->evict, NULL }, { "drecent", &v->drecent, NULL }, { "ring", &v->ring, NULL }, { "decay", NULL, &v->decay }, { "weight", NULL, &v->weight } };
         bool found = false;
         for (size_t i = 0; i < sizeof key / sizeof *key; i++)
             if (strcmp(key[i].k, k) == 0) {
