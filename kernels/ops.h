@@ -98,7 +98,8 @@ struct ops_kv {
 
 /* ---- one pass: a ragged batch of rows ------------------------------------------------------------ */
 
-/* A run of consecutive rows of one lane. */
+/* A run of consecutive rows of one lane. A pass's segments are in the order of their rows; a row that lies in none belongs to a
+ * sequence that left: it is nobody's, its pair is stored nowhere and its results mean nothing. */
 struct ops_seg {
     int lane;
     int row0, n_row;  /* rows [row0, row0 + n_row) of the pass */

@@ -186,8 +186,14 @@ def main():
     d = Daemon([os.path.join(BUILD, "skvd"), "--model", model, "--socket", sock, "--kv-memory", "3M", "--threads", "2",
                 "--log-level", "warning", "--config", "/dev/null", "--reader-timeout", "2s", "--frame-timeout", "2s"],
                sock, os.path.join(tmp, "log"), wait=False)
-    while not os.path.exists(sock):
-        time.sleep(0.02)
+    while True: # between bind and listen the path is there and nobody behind it
+        try:
+            d.peer().close()
+            break
+        except OSError:
+            if d.p.poll() is not None:
+                raise
+            time.sleep(0.02)
     with d.peer(timeout=60) as p:
         for k in range(40):
             known.append(p.call("generate", stream=False, **request(k))["tokens"])

@@ -135,15 +135,18 @@ static void store_row(const struct kv_store *s, const struct ops_seg *seg, int r
 static void store_chunk(void *arg, int item, int worker)
 {
     const struct kv_store *s = arg;
-    const struct ops_seg *seg = s->pass->seg;
+    const struct ops_seg *seg = s->pass->seg, *last = seg + s->pass->n_seg;
     int row = item * KV_CHUNK;
     int end = row + KV_CHUNK < s->pass->n_row ? row + KV_CHUNK : s->pass->n_row;
 
     (void)worker;
     for (; row < end; row++) {
-        while (row >= seg->row0 + seg->n_row)
+        while (seg < last && row >= seg->row0 + seg->n_row)
             seg++;
-        store_row(s, seg, row);
+        if (seg == last)
+            return;
+        if (row >= seg->row0)
+            store_row(s, seg, row);
     }
 }
 
