@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""One measurement of OpenVINO GenAI (PyPI `openvino-genai`, CPU, continuous batching) on a GGUF file; prints a JSON line.
+"""OpenVINO GenAI (PyPI `openvino-genai`, CPU, continuous batching) on a GGUF file, for run.py. Reads commands, a line each, and
+answers each with a line of JSON:
 
-    peer_openvino.py MODEL PROMPTS.jsonl prefill TOKENS
-    peer_openvino.py MODEL PROMPTS.jsonl decode DEPTH
-    peer_openvino.py MODEL PROMPTS.jsonl job REQUESTS TOKENS ANSWER [evict]
+    peer_openvino.py MODEL PROMPTS.jsonl THREADS [evict]
+    prefill TOKENS | decode DEPTH | job REQUESTS TOKENS ANSWER
 
 `evict` turns its per-layer KV eviction on (512 slots). Prompts are lines {"tokens": [...]}."""
 import json
@@ -14,8 +14,10 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
+import figures
 
-def pipeline(model, evict):
+
+def pipeline(model, threads, evict):
     s = genai.SchedulerConfig()
     s.cache_size = 4
     s.max_num_batched_tokens = 512
@@ -25,7 +27,7 @@ def pipeline(model, evict):
         s.use_cache_eviction = True
         s.cache_eviction_config = genai.CacheEvictionConfig(
             start_size=32, recent_size=64, max_cache_size=512, aggregation_mode=genai.AggregationMode.NORM_SUM)
-    return genai.ContinuousBatchingPipeline(model, s, "CPU", {"INFERENCE_NUM_THREADS": 2})
+    return genai.ContinuousBatchingPipeline(model, s, "CPU", {"INFERENCE_NUM_THREADS": threads})
 
 
 def generate(pipe, prompts, n):
@@ -47,31 +49,27 @@ def generate(pipe, prompts, n):
     return time.monotonic() - t0, times
 
 
-def quantile(values, q):
-    values = sorted(values)
-    return values[min(len(values) - 1, int(q * len(values)))]
+def answer(pipe, ids, turn, what, *rest):
+    if what == "prefill":
+        n = int(rest[0])
+        _, t = generate(pipe, [ids[turn % len(ids)][:n]], 1)
+        return {"tokens_per_s": n / t[0][0]}
+    if what == "decode":
+        _, t = generate(pipe, [ids[turn % len(ids)][: max(int(rest[0]), 8)]], 65)
+        return {"tokens_per_s": (len(t[0]) - 1) / (t[0][-1] - t[0][0])}
+    k, n, out = (int(x) for x in rest)
+    wall, times = generate(pipe, [p[:n] for p in ids[:k]], out)
+    return figures.of_job(times, wall, sum(len(t) < out for t in times))
 
 
 def main():
-    model, prompts, what, *rest = sys.argv[1:]
-    evict = rest[-1:] == ["evict"]
+    model, prompts, threads, *rest = sys.argv[1:]
     with open(prompts, encoding="utf-8") as f:
         ids = [json.loads(line)["tokens"] for line in f]
-    pipe = pipeline(model, evict)
+    pipe = pipeline(model, int(threads), rest == ["evict"])
     generate(pipe, [ids[-1][:64]], 8)
-    if what == "prefill":
-        n = int(rest[0])
-        _, t = generate(pipe, [ids[0][:n]], 1)
-        print(json.dumps({"tokens_per_s": n / t[0][0]}))
-    elif what == "decode":
-        _, t = generate(pipe, [ids[1][: max(int(rest[0]), 8)]], 65)
-        print(json.dumps({"tokens_per_s": (len(t[0]) - 1) / (t[0][-1] - t[0][0])}))
-    else:
-        k, n, out = (int(x) for x in rest[:3])
-        wall, times = generate(pipe, [p[:n] for p in ids[:k]], out)
-        gaps = [1e3 * (b - a) for t in times for a, b in zip(t, t[1:])]
-        print(json.dumps({"wall_s": wall, "ttft_p50_s": quantile([t[0] for t in times], 0.5), "itl_p50_ms": quantile(gaps, 0.5),
-                          "itl_p99_ms": quantile(gaps, 0.99), "itl_max_ms": max(gaps)}))
+    for turn, line in enumerate(sys.stdin):
+        print(json.dumps(answer(pipe, ids, turn, *line.split())), flush=True)
 
 
 main()

@@ -1,11 +1,11 @@
 /* bench_engine.c - the engine's speed, without a socket: prefill and decode at the depths and batches that users meet.
  *
  *   bench_engine MODEL [--threads N] [--json] [--policy NAME] [--dtype bf16|int8] [--quick] [--batch N] [--isa NAME] [--rounds N]
- *                      [--rows prefill:TOKENS,decode:DEPTH:BATCH,...]
+ *                      [--rows prefill:TOKENS,decode:DEPTH:BATCH,...] [--prompts FILE]
  *
  * Prefill: time to the first token of one prompt. Decode: all sequences' prompts are put into sessions first, then all go on at
  * once; tokens are counted from the moment when the last one began until the first one ends. The best of the rounds is given,
- * with the spread.
+ * with the spread. Prompts are lines {"tokens": [...]} of the file, one after the other, else made up.
  */
 #include <getopt.h>
 #include <poll.h>
@@ -19,6 +19,7 @@
 static struct engine_config cfg;
 static bool json;
 static int vocab, rounds = 3;
+static const char *prompts;
 
 static double now(void)
 {
@@ -28,15 +29,60 @@ static double now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+/* Line n of the file, going round; NULL if there is none. malloc'd. */
+static char *nth_line(const char *path, uint32_t n)
+{
+    FILE *f = fopen(path, "r");
+    char *line = NULL;
+    size_t size = 0;
+    uint32_t count = 0;
+
+    while (f != NULL && getline(&line, &size, f) >= 0)
+        count++;
+    if (count > 0) {
+        rewind(f);
+        for (uint32_t i = 0; i <= n % count; i++)
+            if (getline(&line, &size, f) < 0)
+                break;
+    } else {
+        fprintf(stderr, "%s: no prompts\n", path);
+        free(line);
+        line = NULL;
+    }
+    if (f != NULL)
+        fclose(f);
+    return line;
+}
+
+/* Up to n tokens of a line {"tokens": [...]}. Returns how many. */
+static int of_line(const char *line, int32_t *ids, int n)
+{
+    const char *p = line != NULL ? strstr(line, "\"tokens\"") : NULL;
+    int got = 0;
+
+    p = p != NULL ? strchr(p, '[') : NULL;
+    while (p != NULL && got < n) {
+        char *end;
+        ids[got] = (int32_t)strtol(p + 1, &end, 10);
+        if (end == p + 1)
+            break;
+        got++;
+        p = end;
+    }
+    return got;
+}
+
 static int32_t *tokens(int n, uint32_t seed)
 {
     int32_t *ids = malloc((size_t)n * sizeof *ids);
     uint32_t x = seed * 2654435761u + 1;
 
-    for (int i = 0; ids != NULL && i < n; i++) {
+    char *line = prompts != NULL ? nth_line(prompts, seed) : NULL;
+    for (int i = of_line(line, ids, n); ids != NULL && i < n; i++) {
         x = x * 1664525u + 1013904223u;
         ids[i] = (int32_t)((x >> 8) % (uint32_t)(vocab - 100)) + 50;
     }
+    free(line);
     return ids;
 }
 
@@ -106,8 +152,8 @@ static double decode_round(struct engine *e, int batch, int steps)
         struct engine_event ev[64];
         poll(&p, 1, -1);
         int n = engine_events(e, ev, 64);
-        double t = now();
         for (int k = 0; k < n; k++) {
+            double t = 1e-6 * (double)ev[k].t_us; /* the engine's clock: this thread may be late */
             int i = 0;
             while (i < batch && id[i] != ev[k].id)
                 i++;
@@ -199,7 +245,7 @@ int main(int argc, char **argv)
     static const struct option options[] = { { "threads", 1, NULL, 't' }, { "json", 0, NULL, 'j' },  { "policy", 1, NULL, 'p' },
                                              { "dtype", 1, NULL, 'd' },   { "quick", 0, NULL, 'q' }, { "batch", 1, NULL, 'b' },
                                              { "isa", 1, NULL, 'i' },     { "rounds", 1, NULL, 'r' },
-                                             { "rows", 1, NULL, 'R' },    { NULL, 0, NULL, 0 } };
+                                             { "rows", 1, NULL, 'R' },    { "prompts", 1, NULL, 'P' }, { NULL, 0, NULL, 0 } };
     const char *policy = NULL, *rows = NULL;
     bool quick = false;
     int c, batch = 20;
@@ -216,6 +262,7 @@ int main(int argc, char **argv)
         case 'b': batch = atoi(optarg); break;
         case 'i': cfg.isa = optarg; break;
         case 'R': rows = optarg; break;
+        case 'P': prompts = optarg; break;
         case 'r': rounds = atoi(optarg); break;
         default: return 2;
         }

@@ -102,7 +102,11 @@ static void parse_limits(struct bench *b, char *text)
 static void print_head(const struct bench *b)
 {
     if (b->json) {
-        printf("[");
+        printf("{\"isa\": \"%s\", \"threads\": %d, \"limits\": {", b->isa->name, b->threads);
+        for (int k = 0; k < BENCH_NONE; k++)
+            printf("%s\"%s\": {\"one\": %.1f, \"all\": %.1f, \"unit\": \"%s\"}", k > 0 ? ", " : "", limit_name[k],
+                   b->limit[0][k] * 1e-9, b->limit[1][k] * 1e-9, unit[k]);
+        printf("}, \"ops\": [");
         return;
     }
     printf("isa %s, %d threads; limits of one thread and of all:\n", b->isa->name, b->threads);
@@ -156,6 +160,6 @@ int main(int argc, char **argv)
     for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++)
         groups[i](&b);
     if (b.json)
-        printf("\n]\n");
+        printf("\n]}\n");
     return 0;
 }
