@@ -65,6 +65,8 @@ struct tokenizer {
     enum tok_pre pre;
     bool ignore_merges; /* a word that is a token is that token, whatever the merges say (Llama 3) */
     bool add_bos, add_space;
+    bool takes_blanks; /* special tokens take the blanks after them, but for those in keeps_blanks */
+    int32_t keeps_blanks[3];
     int n;
     int32_t bos, eos, unk;
     char *bytes;   /* every token's bytes as they appear in text, joined */

@@ -379,13 +379,15 @@ static int read_merge(const struct tokenizer *t, const int16_t *byte_of, struct 
 static int fill_merges(struct tokenizer *t, const struct source *s, struct skv_error *err)
 {
     int16_t byte_of[324];
-    char buf[1024];
     uint32_t size = table_size(s->merges.n);
     if (s->merges.n > MAX_TOKENS)
         return bad(err, "more than 2^24 merges");
+    char *buf = malloc(TOK_WORD_MAX);
     t->pair = malloc(size * sizeof(*t->pair));
-    if (!t->pair)
+    if (!t->pair || !buf) {
+        free(buf);
         return no_memory(err);
+    }
     t->pair_mask = size - 1;
     for (uint32_t i = 0; i < size; i++)
         t->pair[i].key = TOK_NO_PAIR;
@@ -393,16 +395,19 @@ static int fill_merges(struct tokenizer *t, const struct source *s, struct skv_e
     for (size_t i = 0; i < s->merges.n; i++) {
         uint64_t key = 0;
         int32_t id = -1;
-        if (s->merges.str[i].len > sizeof(buf))
-            return bad_merge(err, i, "is longer than 1024 bytes");
-        if (read_merge(t, byte_of, s->merges.str[i], i, buf, &key, &id, err))
+        int rc = s->merges.str[i].len > TOK_WORD_MAX ? bad_merge(err, i, "is longer than 64 KiB")
+                                                     : read_merge(t, byte_of, s->merges.str[i], i, buf, &key, &id, err);
+        if (rc) {
+            free(buf);
             return -1;
+        }
         uint32_t at = mix(key);
         while (t->pair[at & t->pair_mask].key != TOK_NO_PAIR && t->pair[at & t->pair_mask].key != key)
             at++;
         if (t->pair[at & t->pair_mask].key == TOK_NO_PAIR)
             t->pair[at & t->pair_mask] = (struct tok_pair){ key, (uint32_t)i, id };
     }
+    free(buf);
     return 0;
 }
 
@@ -433,6 +438,8 @@ static bool is_special(const struct tokenizer *t, int i, bool all)
 static int fill_specials(struct tokenizer *t, struct tok_specials *sp, bool all, struct skv_error *err)
 {
     int n = 0;
+    free(sp->id);
+    memset(sp, 0, sizeof(*sp));
     for (int i = 0; i < t->n; i++)
         n += is_special(t, i, all);
     struct by_text *v = malloc((size_t)(n ? n : 1) * sizeof(*v));
@@ -499,7 +506,13 @@ size_t tok_special_at(const struct tokenizer *t, const struct tok_specials *sp, 
 
 /* Tokens that end a generation besides eos, by their published texts. */
 static const char *const ends[] = { "<|im_end|>",    "<|eot_id|>",    "<|eom_id|>", "<|end|>",
-                                    "<|endoftext|>", "<end_of_turn>", "<EOT>",      "<|end_of_text|>" };
+                                    "<|endoftext|>", "<end_of_turn>", "<EOT>",      "<|end_of_text|>", "</s>" };
+
+static int32_t special_named(const struct tokenizer *t, const char *s)
+{
+    int32_t id = -1;
+    return tok_special_at(t, &t->all, s, strlen(s), &id) == strlen(s) ? id : -1;
+}
 
 static int special_id(const struct tokenizer *t, const struct gguf *g, const char *name, int32_t absent,
                       int32_t *out, struct skv_error *err)
@@ -544,11 +557,37 @@ static int read_special_ids(struct tokenizer *t, const struct gguf *g, struct sk
         if (end[i] >= 0)
             t->eog[end[i]] = 1;
     for (size_t i = 0; i < sizeof(ends) / sizeof(ends[0]); i++) {
-        int32_t id = tok_find(t, ends[i]);
-        if (id >= 0 && (t->type[id] == TOK_T_CONTROL || t->type[id] == TOK_T_USER))
+        int32_t id = special_named(t, ends[i]);
+        if (id >= 0 && t->type[id] != TOK_T_UNKNOWN)
             t->eog[id] = 1;
     }
     return 0;
+}
+
+/* A token that begins or ends a sequence is a control token, whatever type a converter gave it: as a user-defined one it
+ * would be parsed out of every plain text, as a normal one never. */
+static int retype(struct tokenizer *t, struct skv_error *err)
+{
+    bool again = false;
+    for (int i = 0; i < t->n; i++) {
+        const char *s = t->bytes + t->off[i];
+        bool marker = tok_len(t, i) > 2 && *s == '<' && s[tok_len(t, i) - 1] == '>';
+        if (!(t->eog[i] || i == t->bos) || t->type[i] == TOK_T_CONTROL || t->type[i] == TOK_T_UNKNOWN || !marker)
+            continue;
+        t->type[i] = TOK_T_CONTROL;
+        again = true;
+    }
+    return again ? fill_specials(t, &t->all, true, err) : 0;
+}
+
+/* Phi-3's published tokenizer takes the blanks after a special token with it, all but those after these three. The file
+ * format has no place to say so: its vocabulary is known by its placeholders. */
+static void read_blanks(struct tokenizer *t)
+{
+    t->takes_blanks = t->kind == TOK_SPM && special_named(t, "<|placeholder1|>") >= 0 && special_named(t, "<|end|>") >= 0;
+    t->keeps_blanks[0] = t->bos;
+    t->keeps_blanks[1] = t->unk;
+    t->keeps_blanks[2] = special_named(t, "<|endoftext|>");
 }
 
 int tok_load(struct tokenizer *t, const struct gguf *g, struct skv_error *err)
@@ -564,10 +603,9 @@ int tok_load(struct tokenizer *t, const struct gguf *g, struct skv_error *err)
     t->itself = calloc(n, sizeof(*t->itself));
     if (!t->off || !t->type || !t->eog || !t->itself || (t->kind == TOK_SPM && !t->key))
         return no_memory(err);
-    if (fill_types(t, &s, err) || fill_bytes(t, &s, err) || fill_lookup(t, err) ||
-        fill_specials(t, &t->user, false, err) || fill_specials(t, &t->all, true, err))
+    if (fill_types(t, &s, err) || fill_bytes(t, &s, err) || fill_specials(t, &t->all, true, err) ||
+        read_special_ids(t, g, err) || retype(t, err) || fill_specials(t, &t->user, false, err) || fill_lookup(t, err))
         return -1;
-    if (t->kind == TOK_GPT2 ? fill_merges(t, &s, err) : fill_follows(t, err))
-        return -1;
-    return read_special_ids(t, g, err);
+    read_blanks(t);
+    return t->kind == TOK_GPT2 ? fill_merges(t, &s, err) : fill_follows(t, err);
 }

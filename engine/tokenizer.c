@@ -162,6 +162,19 @@ static int one_word(const struct tokenizer *t, struct tok_job *job, struct tok_i
     return 0;
 }
 
+/* Blanks that belong to the special token before them. */
+static size_t blanks_taken(const struct tokenizer *t, int32_t id, const char *s, size_t len)
+{
+    size_t o = 0;
+    uint32_t cp;
+    int n;
+    if (!t->takes_blanks || id == t->keeps_blanks[0] || id == t->keeps_blanks[1] || id == t->keeps_blanks[2])
+        return 0;
+    while (o < len && (n = utf8_decode(s + o, len - o, &cp)) && tok_class_of(t, cp) == TOK_C_SPACE)
+        o += (size_t)n;
+    return o;
+}
+
 int tok_encode_some(const struct tokenizer *t, struct tok_job *job, size_t max_bytes, struct tok_ids *out,
                     struct skv_error *err)
 {
@@ -179,6 +192,7 @@ int tok_encode_some(const struct tokenizer *t, struct tok_job *job, size_t max_b
         if (!rc)
             out->id[out->n++] = job->next_id;
         job->done += job->next_len;
+        job->done += blanks_taken(t, job->next_id, job->text + job->done, job->len - job->done);
         job->searched = false;
         job->not_first = false; /* the text after a special token begins anew */
     }

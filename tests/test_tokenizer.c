@@ -363,6 +363,109 @@ START_TEST(spm_special)
 }
 END_TEST
 
+/* What ends or begins a sequence is a control token, whatever type a converter gave it: never parsed out of plain text, always
+ * with special tokens. */
+START_TEST(control_types)
+{
+    static const int32_t types[] = { 1, 3, 4 };
+    for (size_t i = 0; i < 3; i++) {
+        struct gb_vocab voc = { 0 };
+        struct gb b;
+        struct tok_ids out = { 0 };
+        gb_vocab_bytes(&voc);
+        gb_vocab_add(&voc, "<|end|>", 7, types[i], 0);        /* 256: ends by its text */
+        gb_vocab_add(&voc, "<the end>", 9, types[i], 0);      /* 257: ends because the file says so */
+        gb_vocab_add(&voc, "<the beginning>", 15, types[i], 0); /* 258 */
+        gb_vocab_add(&voc, "<word>", 6, 4, 0);                /* 259: stays user-defined */
+        gb_init(&b);
+        gb_vocab_put(&b, &voc, "gpt2", "gpt-2");
+        gb_kv_u32(&b, "tokenizer.ggml.eos_token_id", 257);
+        gb_kv_u32(&b, "tokenizer.ggml.bos_token_id", 258);
+        gb_vocab_free(&voc);
+        struct made m = make(&b);
+        ck_assert_msg(m.t != NULL, "%s", m.err.msg);
+        for (int32_t id = 257; id < 259; id++)
+            ck_assert(tok_is_control(m.t, id));
+        ck_assert(tok_is_control(m.t, 256) == (types[i] != 1) && tok_is_eog(m.t, 256) == (types[i] != 1));
+        static const char text[] = "<the beginning><the end><word>";
+        ck_assert_int_eq(tok_encode(m.t, text, sizeof(text) - 1, false, &out, NULL), 0);
+        ck_assert(out.n == 25 && out.id[24] == 259);
+        out.n = 0;
+        ck_assert_int_eq(tok_encode(m.t, text, sizeof(text) - 1, true, &out, NULL), 0);
+        ck_assert(out.n == 3 && out.id[0] == 258 && out.id[1] == 257 && out.id[2] == 259);
+        free(out.id);
+        made_free(&m);
+    }
+}
+END_TEST
+
+/* Phi-3's special tokens take the blanks after them, all but three; another vocabulary's do not. */
+START_TEST(phi3_blanks)
+{
+    for (int phi3 = 0; phi3 < 2; phi3++) {
+        struct gb_vocab voc = { 0 };
+        struct gb b;
+        struct tok_ids out = { 0 };
+        gb_vocab_add(&voc, "<unk>", 5, 2, 0);
+        gb_vocab_add(&voc, "<s>", 3, 3, 0);
+        gb_vocab_add(&voc, "</s>", 4, 4, 0);
+        gb_vocab_add(&voc, "\xe2\x96\x81", 3, 1, -2);
+        gb_vocab_add(&voc, "x", 1, 1, -3);
+        gb_vocab_add(&voc, "<0x0A>", 6, 6, 0);
+        gb_vocab_add(&voc, "<|end|>", 7, 3, 0);
+        gb_vocab_add(&voc, "<|endoftext|>", 13, 3, 0);
+        gb_vocab_add(&voc, phi3 ? "<|placeholder1|>" : "<|placeholder|>", phi3 ? 16 : 15, 3, 0);
+        gb_init(&b);
+        gb_vocab_put(&b, &voc, "llama", NULL);
+        gb_vocab_free(&voc);
+        struct made m = make(&b);
+        static const char text[] = "<|end|>\n  x</s>\nx<s>\n<|endoftext|>\nx";
+        static const int32_t takes[] = { 6, 3, 4, 2, 3, 4, 1, 3, 5, 7, 3, 5, 4 };
+        static const int32_t keeps[] = { 6, 3, 5, 3, 3, 4, 2, 3, 5, 4, 1, 3, 5, 7, 3, 5, 4 };
+        int n = phi3 ? (int)(sizeof(takes) / 4) : (int)(sizeof(keeps) / 4);
+        ck_assert_msg(m.t != NULL, "%s", m.err.msg);
+        ck_assert_int_eq(tok_encode(m.t, text, sizeof(text) - 1, true, &out, NULL), 0);
+        ck_assert_int_eq(out.n, n);
+        ck_assert(!memcmp(out.id, phi3 ? takes : keeps, (size_t)n * 4));
+        out.n = 0; /* blanks to the end of the text */
+        ck_assert_int_eq(tok_encode(m.t, "<|end|> \n", 9, true, &out, NULL), 0);
+        ck_assert_int_eq(out.n, phi3 ? 1 : 4);
+        free(out.id);
+        made_free(&m);
+    }
+}
+END_TEST
+
+/* Vocabularies of code have tokens of a thousand blanks and more. */
+START_TEST(long_tokens)
+{
+    struct gb_vocab voc = { 0 };
+    struct gb b;
+    char text[4100], merge[4200];
+    struct tok_ids out = { 0 };
+    gb_vocab_bytes(&voc);
+    for (size_t n = 2; n <= 4096; n *= 2) {
+        size_t half = n / 2;
+        memset(text, 'a', n);
+        memset(merge, 'a', n + 1);
+        merge[half] = ' ';
+        gb_vocab_add(&voc, text, n, 1, 0);
+        gb_vocab_merge(&voc, merge, n + 1);
+    }
+    gb_init(&b);
+    gb_vocab_put(&b, &voc, "gpt2", "gpt-2");
+    gb_vocab_free(&voc);
+    struct made m = make(&b);
+    ck_assert_msg(m.t != NULL, "%s", m.err.msg);
+    memset(text, 'a', sizeof(text));
+    ck_assert_int_eq(tok_encode(m.t, text, 4099, true, &out, NULL), 0);
+    ck_assert_int_eq(out.n, 3);
+    ck_assert(out.id[0] == 256 + 11 && out.id[1] == 256 && out.id[2] == 'a');
+    free(out.id);
+    made_free(&m);
+}
+END_TEST
+
 /* The longest of the special tokens that begin at the leftmost place. */
 START_TEST(specials)
 {
@@ -476,10 +579,9 @@ static void v_merge_empty(struct gb *b)
 }
 static void v_merge_long(struct gb *b)
 {
-    char s[2001];
-    memset(s, 'a', 2000);
+    static char s[65538];
+    memset(s, 'a', 65537);
     s[1000] = ' ';
-    s[2000] = '\0';
     v_merge(b, s);
 }
 static void v_types_short(struct gb *b)
@@ -671,6 +773,9 @@ int main(void)
     tcase_add_loop_test(t, bpe, 0, 4);
     tcase_add_test(t, spm);
     tcase_add_test(t, spm_special);
+    tcase_add_test(t, control_types);
+    tcase_add_test(t, phi3_blanks);
+    tcase_add_test(t, long_tokens);
     tcase_add_test(t, specials);
     tcase_add_loop_test(t, refuses, 0, (int)(sizeof(refused) / sizeof(refused[0])));
     tcase_add_test(t, good_one);
