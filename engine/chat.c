@@ -91,6 +91,14 @@ static void content(struct render *r, const struct engine_text *c, int trim)
     put(r, s, len, false);
 }
 
+static bool is_blank(const struct engine_text *c)
+{
+    size_t i = 0, k;
+    while (i < c->len && (k = space_at(c->s + i, c->len - i)))
+        i += k;
+    return i == c->len;
+}
+
 /* ---- roles and their order ------------------------------------------------------------------------------ */
 
 static bool role_is(const struct engine_message *m, const char *role)
@@ -107,6 +115,11 @@ static int known_roles(const struct render *r, struct skv_error *err)
                             "are possible)",
                             i);
     return 0;
+}
+
+static int possible_roles(const struct render *r, struct skv_error *err)
+{
+    return r->t->any_role && !r->t->asks_roles ? 0 : known_roles(r, err);
 }
 
 /* An optional system message, then user and assistant in turn; returns the index of the first user message or -1. */
@@ -143,7 +156,8 @@ static void after_messages(struct render *r)
 
 static int render_chatml(struct render *r, struct skv_error *err)
 {
-    (void)err;
+    if (possible_roles(r, err))
+        return -1;
     if (r->t->default_system && !r->continued && !role_is(&r->msg[0], "system")) {
         r->system = true;
         mark(r, "<|im_start|>system\n");
@@ -166,7 +180,8 @@ static int render_chatml(struct render *r, struct skv_error *err)
 
 static int render_llama3(struct render *r, struct skv_error *err)
 {
-    (void)err;
+    if (possible_roles(r, err))
+        return -1;
     const char *preface = r->continued ? NULL : r->t->preface;
     if (preface && !role_is(&r->msg[0], "system")) {
         r->system = true;
@@ -211,10 +226,11 @@ static int render_llama2(struct render *r, struct skv_error *err)
         if (with_system) {
             mark(r, "<<SYS>>\n");
             content(r, &r->msg[0].content, TRIM_NONE);
-            mark(r, "\n<</SYS>>\n\n");
+            /* the whole is trimmed, so before a blank message the newlines go too */
+            mark(r, is_blank(&r->msg[i].content) ? "\n<</SYS>>" : "\n<</SYS>>\n\n");
         }
         r->system = false;
-        content(r, &r->msg[i].content, with_system ? TRIM_END : TRIM);
+        content(r, &r->msg[i].content, with_system && !is_blank(&r->msg[i].content) ? TRIM_END : TRIM);
         mark(r, " [/INST]");
     }
     after_messages(r);
@@ -400,6 +416,7 @@ struct chat_template *chat_new(const struct gguf *g, const char *name, struct sk
     }
     t->family = (enum chat_family)family;
     t->has_bos = families[family].has_bos;
+    t->any_role = true;
     t->bos = token_text(g, "tokenizer.ggml.bos_token_id", families[family].bos);
     t->eos = token_text(g, "tokenizer.ggml.eos_token_id", families[family].eos);
     t->open = strdup("[INST] ");

@@ -13,9 +13,18 @@
 
 /* ---- the strings of a template -------------------------------------------------------------------------- */
 
+#define MAX_DEPTH 64
+
+/* A block that is open: are its strings aside (printed for tools only, or never)? Is what its `else` prints? */
+struct block {
+    bool aside, else_aside;
+};
+
 struct strings {
-    const char *p, *end;
+    const char *begin, *p, *end;
     bool in_tag;
+    struct block block[MAX_DEPTH]; /* [0]: outside of all */
+    int depth;
     /* the current one */
     char *s; /* decoded, NUL-terminated, room for the whole template */
     size_t len;
@@ -26,7 +35,7 @@ struct strings {
 static bool strings_init(struct strings *it, const char *s, size_t len)
 {
     memset(it, 0, sizeof(*it));
-    it->p = s;
+    it->p = it->begin = s;
     it->end = s + len;
     it->s = malloc(len + 1);
     return it->s != NULL;
@@ -36,6 +45,12 @@ static const char *find(const char *p, const char *end, const char *what)
 {
     size_t n = strlen(what);
     return n <= (size_t)(end - p) ? memmem(p, (size_t)(end - p), what, n) : NULL;
+}
+
+static bool ends_with(const char *from, const char *p, const char *what)
+{
+    size_t n = strlen(what);
+    return (size_t)(p - from) >= n && !memcmp(p - n, what, n);
 }
 
 static char unescaped(char c)
@@ -84,6 +99,51 @@ static bool at_tag_end(const struct strings *it)
     return it->end - it->p > 1 && it->p[1] == '}' && (it->p[0] == '}' || it->p[0] == '%');
 }
 
+static bool word_is(const char *p, const char *end, const char *word)
+{
+    size_t n = strlen(word);
+    return (size_t)(end - p) >= n && !memcmp(p, word, n) && ((size_t)(end - p) == n || strchr(" \n\t-%(", p[n]));
+}
+
+/* A condition on tools, which this daemon never gives, or one that cannot hold. */
+static struct block block_of(const struct strings *it, const char *cond, const char *end)
+{
+    bool outer = it->block[it->depth].aside;
+    bool tools = find(cond, end, "tool") != NULL;
+    bool negated = find(cond, end, "not ") || find(cond, end, "none");
+    return (struct block){ .aside = outer || tools || find(cond, end, "false == true"), .else_aside = outer || (tools && negated) };
+}
+
+/* At a tag's first byte after {%: keep account of the blocks. Deeper than MAX_DEPTH the outer block stands for the inner ones. */
+static void note_block(struct strings *it)
+{
+    const char *p = it->p, *e = find(p, it->end, "%}");
+    if (!e)
+        return;
+    while (p < e && (*p == '-' || *p == '+' || *p == ' ' || *p == '\n' || *p == '\t'))
+        p++;
+    if (word_is(p, e, "elif") && it->depth > 0 && it->depth < MAX_DEPTH) {
+        it->depth--;
+        it->block[it->depth + 1] = block_of(it, p, e);
+        it->depth++;
+    } else if (word_is(p, e, "if") || word_is(p, e, "for") || word_is(p, e, "macro")) {
+        if (it->depth + 1 < MAX_DEPTH) {
+            it->block[it->depth + 1] = block_of(it, p, e);
+            it->block[it->depth + 1].aside |= *p == 'm';
+        }
+        it->depth++;
+    } else if (word_is(p, e, "else") && it->depth > 0 && it->depth < MAX_DEPTH) {
+        it->block[it->depth].aside = it->block[it->depth].else_aside;
+    } else if ((word_is(p, e, "endif") || word_is(p, e, "endfor") || word_is(p, e, "endmacro")) && it->depth > 0) {
+        it->depth--;
+    }
+}
+
+static bool aside(const struct strings *it)
+{
+    return it->depth < MAX_DEPTH ? it->block[it->depth].aside : true;
+}
+
 static bool next_string(struct strings *it)
 {
     while (it->p < it->end) {
@@ -95,8 +155,11 @@ static bool next_string(struct strings *it)
             const char *e = find(it->p, it->end, "#}");
             it->p = e ? e + 2 : it->end;
         } else if (!it->in_tag) {
+            bool statement = it->end - it->p > 1 && it->p[1] == '%';
             it->in_tag = true;
             it->p += it->end - it->p > 1 ? 2 : 1;
+            if (statement)
+                note_block(it);
         } else if (*it->p == '\'' || *it->p == '"') {
             take_literal(it);
             it->s[it->len] = '\0';
@@ -129,6 +192,7 @@ enum mark {
     M_ROLE_NL = 1 << 12, /* '|>' + '\n': phi3's turns by role */
     M_IM_END = 1 << 13,
     M_ENDOFTEXT = 1 << 14,
+    M_MORE = 1 << 15, /* more is printed than the family's turns */
 };
 
 static const struct {
@@ -187,8 +251,39 @@ static int marks_of(const struct strings *it)
     return m;
 }
 
+#define MORE_BYTES 40
+
+/* Does the string print what no family prints: a reasoning model's marks, or a text of its own that is not the default system
+ * turn? What is aside does not count, nor what an exception says. */
+static bool prints_more(const struct strings *it)
+{
+    static const char *const head[] = { "<|im_start|>system\n", "<|im_start|>system" };
+    static const char raise[] = "raise_exception(";
+    const char *s = it->s, *e = s + it->len, *p = it->before;
+    if (aside(it))
+        return false;
+    if (find(s, e, "<think"))
+        return true;
+    while (p > it->begin && (p[-1] == ' ' || p[-1] == '\n'))
+        p--;
+    if (it->quoted && ends_with(it->begin, p, raise))
+        return false;
+    for (size_t i = 0; i < sizeof(head) / sizeof(head[0]); i++)
+        if (find(s, e, head[i]) && find(s, e, "<|im_end|>"))
+            return false;
+    size_t own = 0; /* beside control tokens and blanks */
+    while ((s = skip_blanks(s, e)) < e) {
+        const char *close = e - s > 2 && s[0] == '<' && s[1] == '|' ? find(s, e, "|>") : NULL;
+        own += !close;
+        s = close ? close + 2 : s + 1;
+    }
+    return own > MORE_BYTES;
+}
+
 static int family_of(int m)
 {
+    if (m & M_MORE)
+        return -1;
     if (m & M_IM_START)
         return m & M_IM_END && !(m & M_IM_SEP) ? CHAT_CHATML : -1;
     if (m & M_INST)
@@ -211,9 +306,11 @@ int chat_detect(const char *s, size_t len)
     if (!strings_init(&it, s, len))
         return CHAT_NO_MEMORY;
     while (next_string(&it))
-        m |= marks_of(&it);
+        m |= marks_of(&it) | (prints_more(&it) ? M_MORE : 0);
     free(it.s);
-    return family_of(m);
+    /* Llama 3.1's preface wants a date, and this one's comes from somewhere else. */
+    bool dated = find(s, s + len, "Cutting Knowledge Date: ") && !find(s, s + len, "set date_string = \"");
+    return dated ? -1 : family_of(m);
 }
 
 /* ---- details -------------------------------------------------------------------------------------------- */
@@ -251,12 +348,6 @@ static int chatml_string(struct chat_template *t, const struct strings *it)
     p += sizeof(head) - 1;
     const char *e = strstr(p, "<|im_end|>");
     return e && e > p ? set(&t->default_system, p, (size_t)(e - p)) : 0;
-}
-
-static bool ends_with(const char *from, const char *p, const char *what)
-{
-    size_t n = strlen(what);
-    return (size_t)(p - from) >= n && !memcmp(p - n, what, n);
 }
 
 static int mistral_string(struct chat_template *t, const struct strings *it, const char *from)
@@ -310,10 +401,26 @@ static void mistral_flags(struct chat_template *t, const char *s, size_t len)
                      has(s, len, "message[\"content\"] | trim") || has(s, len, "message['content'] | trim");
 }
 
+/* Which roles have turns: where each turn's header takes the message's role, any has; where the template knows of tools or
+ * asks for roles by name, the three. */
+static void roles_string(struct chat_template *t, const struct strings *it, const char *head)
+{
+    if (!it->quoted)
+        return;
+    if (!strcmp(it->s, "tool") || !strcmp(it->s, "user"))
+        t->asks_roles = true;
+    const char *p = skip_blanks(it->after, it->end);
+    if (!strstr(it->s, head) || p >= it->end || (*p != '+' && *p != '~'))
+        return;
+    p = skip_blanks(p + 1, it->end);
+    t->any_role |= it->end - p >= 7 && !memcmp(p, "message", 7);
+}
+
 int chat_details(struct chat_template *t, const char *s, size_t len)
 {
     struct strings it;
     int rc = 0;
+    t->any_role = false;
     t->has_bos = has(s, len, "bos_token");
     if (t->family == CHAT_MISTRAL)
         mistral_flags(t, s, len);
@@ -334,6 +441,7 @@ int chat_details(struct chat_template *t, const char *s, size_t len)
             rc = chatml_string(t, &it);
         else if (t->family == CHAT_MISTRAL)
             rc = mistral_string(t, &it, s);
+        roles_string(t, &it, t->family == CHAT_LLAMA3 ? "<|start_header_id|>" : "<|im_start|>");
     }
     free(it.s);
     return rc;

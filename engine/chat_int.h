@@ -22,6 +22,7 @@ struct chat_template {
     bool has_bos;         /* the template begins with BOS */
     char *default_system; /* chatml: text of the system turn that is put in when none leads; or NULL */
     char *preface;        /* llama3: what stands in front of every system text (3.1: dates); or NULL */
+    bool any_role, asks_roles; /* chatml, llama3: a turn's header is its role, whatever it is; some are treated apart */
     char *open, *close;   /* mistral: around a user's text */
     bool answer_blank, answer_trim, eos_blank, system_last; /* mistral: variants */
     bool user_opens;      /* phi3: a user's turn opens the assistant's */

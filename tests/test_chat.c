@@ -339,7 +339,37 @@ static const char *const unknown[] = {
     "{{",
     "{{ 'unfinished",
     "{% '\\",
+    /* turns of a family, and more */
+    "{{ '<|im_start|>user\n' + m.content + '<|im_end|>\n<|im_start|>assistant\n<think>\n' }}",
+    "<|im_start|>system\n{{ 'You are a thoughtful assistant who always thinks first' }}<|im_end|>\n",
+    "{% if x %}{% for m in messages %}{% endfor %}{% elif y %}{{ '<|user|>\n' + m + eos_token }}{% else %}"
+    "{{ 'This is printed by neither a tool nor an exception' }}{% endif %}<|assistant|>\n",
+    "{{ '<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: 2023\n' + date + '<|eot_id|>' }}",
 };
+
+/* Texts that are never printed here say nothing of the family. */
+static const char *const known[] = {
+    "{% if tools %}{{ 'You may call these functions, one at a time and in order:' }}{% else %}{{ '<|im_start|><|im_end|>' }}{% endif %}",
+    "{% if tools is not none %}<|im_end|>{% else %}{{ 'You have no functions to call, so answer by yourself' }}{% endif %}<|im_start|>",
+    "{% if false == true %}{{ 'You are a helpful, respectful and honest assistant.' }}{% endif %}<|im_start|><|im_end|>",
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant') }}<|im_start|><|im_end|>",
+    "{% macro f(x) %}{{ 'A long text that only a macro about functions has in it' }}{% endmacro %}<|im_start|><|im_end|>",
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant that answers in one line.<|im_end|>\n' }}",
+};
+
+START_TEST(says_known)
+{
+    unsigned char *bytes;
+    struct skv_error err = { 0 };
+    struct gguf *g = file_with(known[_i], "<s>", "</s>", &bytes);
+    struct chat_template *t = chat_new(g, NULL, &err);
+    ck_assert_msg(t != NULL, "'%s': %s", known[_i], err.msg);
+    ck_assert_str_eq(chat_name(t), "chatml");
+    chat_free(t);
+    gguf_close(g);
+    free(bytes);
+}
+END_TEST
 
 START_TEST(says_unknown)
 {
@@ -476,6 +506,7 @@ int main(void)
     tcase_add_test(t, families);
     tcase_add_loop_test(t, continued, 0, (int)(sizeof(continues) / sizeof(continues[0])));
     tcase_add_loop_test(t, by_name, 0, (int)(sizeof(named) / sizeof(named[0])));
+    tcase_add_loop_test(t, says_known, 0, (int)(sizeof(known) / sizeof(known[0])));
     tcase_add_loop_test(t, says_unknown, 0, (int)(sizeof(unknown) / sizeof(unknown[0])));
     tcase_add_test(t, refusals);
     tcase_add_test(t, marks);

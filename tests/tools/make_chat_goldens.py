@@ -5,7 +5,7 @@ makes of them in the way Hugging Face transformers does it.
     make_chat_goldens.py > tests/data/families.tsv
 
 "template" name family bos eos text | "case" name flags text role content ...
-flags: g add_generation_prompt, e the template refuses these messages. Fields are escaped as in ref_to_tsv.py."""
+flags: g add_generation_prompt, e these messages are refused. Fields are escaped as in ref_to_tsv.py."""
 import sys
 
 import jinja2
@@ -235,7 +235,9 @@ TEMPLATES = [
 SYSTEM_LENIENT = {"mistral-v0.1", "mistral-v0.2", "gemma2", "phi3-first"}  # these fail on, or drop, a system message
 SYS, U1, A1, U2 = ("system", "Be brief."), ("user", " Hello there \n"), ("assistant", "\u00a0 Hi! [INST] </s>\n"), ("user", "Who?\n\nYou\u3000")
 CHATS = [[U1], [SYS, U1], [U1, A1, U2], [SYS, U1, A1, U2], [U1, A1], [SYS, U1, A1], [("system", ""), U1], [U1, U2], [A1],
-         [("user", "")]]
+         [("user", "")], [SYS, ("user", " \n"), A1, U2]]
+ODD = [U1, ("narrator", "It rains."), U2]  # a role of the user's own: for the templates that print any role, refused elsewhere
+ANY_ROLE = {"chatml", "qwen2", "llama3"}
 
 
 def field(s):
@@ -256,7 +258,7 @@ def main():
     rows = []
     for name, family, (bos, eos), text in TEMPLATES:
         rows.append(["template", name, family, bos, eos, text])
-        for chat in CHATS:
+        for chat in CHATS + [ODD]:
             if name in SYSTEM_LENIENT and chat[0][0] == "system":
                 continue
             for generate in (True, False):
@@ -265,6 +267,8 @@ def main():
                     want = render(text, chat, bos, eos, generate)
                 except jinja2.exceptions.TemplateError:
                     flags += "e"
+                if chat is ODD and name not in ANY_ROLE and "e" not in flags:
+                    flags, want = flags + "e", ""
                 rows.append(["case", name, flags, want] + [x for m in chat for x in m])
     for r in rows:
         sys.stdout.buffer.write(("\t".join(field(x) for x in r) + "\n").encode("utf-8"))
