@@ -103,7 +103,10 @@ void gen_summary(FILE *f, const struct skv_value *r)
     if (n > 1 && decode > 0)
         fprintf(f, " at %s", fmt_rate(1000 * (n - 1) / decode));
     fprintf(f, ", %s in all", fmt_ms(skv_num(skv_get(t, "total_ms"), -1)));
-    if (full > 0)
+    if (full > 0 && kept >= full) /* its bytes are whole pages, so they may be more than the slots' own */
+        fprintf(f, "; %s keeps all of the KV cache (%s)", fmt_str(skv_get(kv, "policy"), 16),
+                fmt_bytes(skv_num(skv_get(kv, "bytes"), 0)));
+    else if (full > 0)
         fprintf(f, "; %s keeps %s of the KV cache (%s of %s)", fmt_str(skv_get(kv, "policy"), 16), fmt_percent(kept / full),
                 fmt_bytes(skv_num(skv_get(kv, "bytes"), 0)), fmt_bytes(skv_num(skv_get(kv, "bytes_full_cache"), 0)));
     fprintf(f, "; %s\n", fmt_str(skv_get(r, "finish"), 16));
