@@ -12,6 +12,8 @@ import json
 import math
 import os
 import platform
+import signal
+import sys
 import tempfile
 
 import peers
@@ -93,6 +95,7 @@ def main():
     p.add_argument("--save")
     p.add_argument("--svg")
     a = p.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)) # through the blocks that end the children
     if a.saved:
         with open(a.saved, encoding="utf-8") as f:
             all_ = json.load(f)

@@ -64,7 +64,8 @@ double bench_run(struct bench *b, const char *name, const char *shape, double wo
         printf("%s\n  {\"op\": \"%s\", \"shape\": \"%s\", \"isa\": \"%s\", \"threads\": %d, \"us\": %.3f",
                b->n_printed ? "," : "", name, shape, b->isa->name, all_threads ? b->threads : 1, s * 1e6);
         if (limit != BENCH_NONE)
-            printf(", \"rate\": %.2f, \"unit\": \"%s\", \"share\": %.3f", rate * 1e-9, unit[limit], rate / top);
+            printf(", \"rate\": %.2f, \"unit\": \"%s\", \"limit\": \"%s\", \"share\": %.3f", rate * 1e-9, unit[limit],
+                   limit_name[limit], rate / top);
         printf("}");
     } else if (limit == BENCH_NONE) {
         printf("%-24s %-34s %2d %11.2f us\n", name, shape, all_threads ? b->threads : 1, s * 1e6);

@@ -425,8 +425,9 @@ static void report(struct ctl *ctl, const struct bench_run *runs, int n, const s
         most = p[i].n > most ? p[i].n : most;
     }
     if (!ctl->json) {
-        printf("%ld requests, %ld at a time, %s tokens in, %ld out\n", o.requests, o.concurrency,
-               least == most ? fmt("%zu", most) : fmt("%zu to %zu", least, most), o.output);
+        printf("%ld requests, %ld at a time, %s tokens in, %ld out%s\n", o.requests, o.concurrency,
+               least == most ? fmt("%zu", most) : fmt("%zu to %zu", least, most), o.output,
+               runs[0].pages_total > 0 ? fmt("; a KV pool of %.0f pages%s", runs[0].pages_total, n > 1 ? " for each run" : "") : "");
         bench_table(runs, (size_t)n, stdout);
         return;
     }
@@ -435,6 +436,7 @@ static void report(struct ctl *ctl, const struct bench_run *runs, int n, const s
     json_object_set_new(j, "input_min", json_integer((json_int_t)least));
     json_object_set_new(j, "input_max", json_integer((json_int_t)most));
     json_object_set_new(j, "output", json_integer(o.output));
+    json_object_set_new(j, "pool_pages", json_integer((json_int_t)runs[0].pages_total));
     json_put(j);
 }
 
