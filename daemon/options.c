@@ -46,6 +46,7 @@ const struct option_row config_options[] = {
     { .name = "kv-pool-kind", .arg = "KIND", .type = OPTION_CHOICE, .where = OPTION_FILE, .off = AT(pool_kind), .dflt = "auto",
       .choices = pool_kinds, .doc = "how scores are pooled: avg or max" },
     NUM("kv-full-layers", "N", OPTION_INT, OPTION_FILE, engine.kv.full_layers, 0, 1024, NULL, "first layers that keep everything"),
+    STR("kv-thin", "WHERE", engine.thin, NULL, "where long prompts get thinner under policy sparse: auto, off, LAYER:FACTOR,..."),
     STR("kv-dtype", "NAME", engine.kv.dtype, NULL, "element type of the cache: bf16 or int8"),
     /* the socket and who may use it */
     STR("socket", "PATH", socket, NULL, "where to listen; $SKVD_SOCKET, or skvd.sock in /run or $XDG_RUNTIME_DIR"),

@@ -60,6 +60,7 @@ struct engine {
     struct pages *pages;
     const struct policy *policy; /* the server's */
     struct policy_params params;
+    struct policy_thin thin[POLICY_THIN]; /* this model's, for policies that thin */
     struct kvplan plan;
     const char *dtype;
     int batch_cap;               /* max_batch at start: what the arrays hold */
@@ -92,6 +93,9 @@ struct engine {
     float *logits;             /* [batch][n_vocab] */
     float *logits_copy;        /* [batch][n_vocab] for logprobs: sampling changes the first */
     float *kept_mass;          /* [n_kv] */
+    int32_t *thin_pos, *thin_row; /* [max context] thinning a prompt: positions of a head's slots, rows that go on */
+    float *thin_score;         /* [max context] */
+    bool *thin_mark;           /* [max context] by position */
     int64_t *layer_evicted;    /* [n_layer] slots, ever */
     int64_t *layer_dropped;    /* [n_layer] of those, what the counters know already */
     double *layer_mass;        /* [n_layer] running mean, -1 */

@@ -43,6 +43,7 @@ struct engine_config {
     int max_batch;            /* sequences decoding in one step */
     int queue_len;            /* requests waiting at most */
     int step_ms;              /* target of one iteration while prompts are prefilled and others decode */
+    const char *thin;         /* where prompts get thinner: "auto" (NULL), "off", or LAYER:FACTOR,... (engine/thin.h) */
     int session_idle_s;       /* idle sessions end after this; 0: never */
     struct engine_kv_options kv;
     void (*log)(void *arg, int level, const char *msg); /* level: syslog's; any thread */

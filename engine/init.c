@@ -6,6 +6,7 @@
 
 #include "engine/preset.h"
 #include "engine/step.h"
+#include "engine/thin.h"
 
 #define KV_SHARE 0.4 /* of the memory that is free after loading, when kv_memory is not given */
 
@@ -106,8 +107,11 @@ static int resolve_plan(struct engine *e, struct skv_error *err)
     e->policy = policy_find(name);
     if (e->policy == NULL)
         return skv_fail(err, SKV_BAD_CONFIG, "kv-policy \"%s\" is none of %s", name, policy_names());
-    if (policy_resolve(e->policy, &e->cfg.kv, e->model.src.dims.max_context, &e->params, SKV_BAD_CONFIG, err) < 0)
+    if (policy_resolve(e->policy, &e->cfg.kv, e->model.src.dims.max_context, &e->params, SKV_BAD_CONFIG, err) < 0 ||
+        thin_resolve(e->cfg.thin, &e->model.src.dims, e->thin, err) < 0)
         return -1;
+    if (e->policy->thins)
+        memcpy(e->params.thin, e->thin, sizeof e->thin);
     return kvplan_init(&e->plan, e->policy, &e->params, NULL, 0, &e->model.src.dims, err);
 }
 
@@ -172,8 +176,13 @@ static int take_arrays(struct engine *e, struct skv_error *err)
     e->layer_evicted = calloc((size_t)d->n_layer, sizeof *e->layer_evicted);
     e->layer_dropped = calloc((size_t)d->n_layer, sizeof *e->layer_dropped);
     e->layer_mass = calloc((size_t)d->n_layer, sizeof *e->layer_mass);
+    e->thin_pos = calloc((size_t)d->max_context, sizeof *e->thin_pos);
+    e->thin_row = calloc((size_t)d->max_context, sizeof *e->thin_row);
+    e->thin_score = calloc((size_t)d->max_context, sizeof *e->thin_score);
+    e->thin_mark = calloc((size_t)d->max_context, sizeof *e->thin_mark);
     if (!e->seg || !e->row_seq || !e->row_token || !e->row_index || !e->slot || !e->rule || !e->logits || !e->logits_copy ||
-        !e->kept_mass || !e->layer_evicted || !e->layer_dropped || !e->layer_mass)
+        !e->kept_mass || !e->layer_evicted || !e->layer_dropped || !e->layer_mass || !e->thin_pos || !e->thin_row ||
+        !e->thin_score || !e->thin_mark)
         return skv_fail(err, SKV_NO_MEMORY, "no memory for a step of %zu sequences", batch);
     for (int l = 0; l < d->n_layer; l++)
         e->layer_mass[l] = -1;
@@ -250,6 +259,10 @@ void init_undo(struct engine *e)
     free(e->layer_evicted);
     free(e->layer_dropped);
     free(e->layer_mass);
+    free(e->thin_pos);
+    free(e->thin_row);
+    free(e->thin_score);
+    free(e->thin_mark);
     pages_free(e->pages);
     if (e->be != NULL)
         e->ops->close(e->be);

@@ -10,7 +10,14 @@
 #include "engine/engine.h"
 #include "kernels/ops.h"
 
+#define POLICY_THIN 2 /* times that a prompt is thinned, at most */
 #define POLICY_ALL INT32_MAX /* alpha: every query of the prompt counts */
+
+/* Before `layer`, tokens go on that a head of the layer below kept, which has `factor` times the others' budget for it (thin.h). */
+struct policy_thin {
+    int layer;
+    float factor;
+};
 
 struct policy_params {
     int budget;      /* slots a head keeps in a sparse layer (mean over layers and heads) */
@@ -27,6 +34,7 @@ struct policy_params {
     int pool_shift, wide, wide_shift;
     float narrow;
     int recent_decode; /* last positions that stay while decoding, 0: as `recent` */
+    struct policy_thin thin[POLICY_THIN]; /* where a long prompt gets thinner, ascending; layer 0: nowhere. Not of a request */
     int first_prompt;  /* tokens of the sequence's first prompt, 0: not known; budgets that differ may look at it */
     float decay;       /* of scores at every step while decoding, for policies that accumulate with one */
 };
@@ -42,6 +50,7 @@ struct policy_prompt {
 struct policy {
     const char *name;
     const char *summary; /* one line for --help and the man page */
+    bool thins;          /* its prompts may get thinner on their way up */
     struct policy_params defaults;
     /* Phase 1. budget [n_layer]: slots a head; 0 = full. The first p->full_layers are set by the caller; this fills
      * the n layers that are sparse. Sum over them = n * p->budget, exactly. */

@@ -3,19 +3,28 @@
  * So the last queries see the whole prompt when a layer is scored, only one sparse layer of full prompt KV exists at a time, a
  * layer's weights are read once a tile, and the time until the next decode step is bounded by a unit. How the units
  * fall into steps changes nothing in the results: tiles are cut at multiples of OPS_TILE of the prompt itself.
+ *
+ * A long prompt may get thinner on its way up (thin.h).
  */
 #include <assert.h>
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/core.h"
+#include "engine/thin.h"
 
 #define TAIL_MAX 12 /* no known template's header is longer */
 
-static int seq_rows(const struct seq *s)
+/* Tokens of the prompt. */
+static int prompt_rows(const struct seq *s)
 {
     return s->n_prompt - s->n_kv;
+}
+
+/* Those that the layer in hand sees. */
+static int seq_rows(const struct seq *s)
+{
+    return s->thinned ? s->n_row : prompt_rows(s);
 }
 
 /* ---- groups ------------------------------------------------------------------------------------- */
@@ -148,7 +157,7 @@ static int tail_tokens(const struct engine *e, const struct seq *s)
 
     if (s->tail_from >= 0)
         return n - s->tail_from;
-    for (int k = 1; k <= TAIL_MAX && k <= seq_rows(s); k++)
+    for (int k = 1; k <= TAIL_MAX && k <= prompt_rows(s); k++)
         if (tok_is_eog(e->model.tok, s->tokens.id[n - k]))
             return k;
     return 0;
@@ -232,9 +241,10 @@ static int tile_segments(struct engine *e, struct prefill_group *g, int row_from
         int32_t *slot0 = s->slot0 + e->model.src.dims.n_kv; /* second half: this tile's */
         for (int h = 0; h < e->model.src.dims.n_kv; h++)
             slot0[h] = s->slot0[h] + done;
+        int32_t *pos = s->thinned ? s->row_pos + done : NULL;
         int scored = last - s->score_query > from ? last - s->score_query : from;
         e->seg[n++] = (struct ops_seg){ .lane = s->lane, .row0 = from - row_from, .n_row = to - from,
-                                        .pos0 = s->n_kv + done, .slot0 = slot0[0], .head_slot0 = slot0,
+                                        .pos0 = s->n_kv + done, .pos = pos, .slot0 = slot0[0], .head_slot0 = slot0,
                                         .score_from = s->score_query > 0 ? scored - row_from : to - row_from };
     }
     return n;
@@ -273,7 +283,7 @@ static void group_progress(struct engine *e, struct prefill_group *g)
 
     for (int i = 0; i < g->n_seq; i++)
         if (g->seq[i] != NULL)
-            emit_progress(e, g->seq[i], ENGINE_PREFILL, (int)(done * seq_rows(g->seq[i]) / all), seq_rows(g->seq[i]));
+            emit_progress(e, g->seq[i], ENGINE_PREFILL, (int)(done * prompt_rows(g->seq[i]) / all), prompt_rows(g->seq[i]));
 }
 
 /* All layers are done: the sequences of a group begin their answers. */
@@ -290,7 +300,7 @@ static void group_finish(struct engine *e, struct prefill_group *g)
             continue;
         row[n] = g->row0[i] + seq_rows(s) - 1;
         done[n++] = s;
-        stats_tokens(&e->stats, seq_rows(s), 0);
+        stats_tokens(&e->stats, prompt_rows(s), 0);
     }
     /* From here on they are not part of the group: an end must not look for it. */
     float *x = g->x;
@@ -318,6 +328,7 @@ static void unit_run(struct engine *e, struct prefill_group *g)
                 layer_end(e, g->seq[i], g->layer);
         g->tile = 0;
         g->layer++;
+        thin_group(e, g, g->layer);
     }
     if (g->layer == e->model.src.dims.n_layer)
         group_finish(e, g);

@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/core.h"
+#include "engine/thin.h"
 
 #define BYPASS_MAX 32
 #define BLOCKED_MAX 16 /* that are tried in a round, at most */
@@ -200,6 +200,9 @@ static int make_plan(struct engine *e, struct seq *s, struct skv_error *err)
         if (policy_resolve(&base, o, e->model.src.dims.max_context, &params, SKV_BAD_REQUEST, err) < 0)
             return -1;
     }
+    memset(params.thin, 0, sizeof params.thin);
+    if (policy->thins)
+        memcpy(params.thin, e->thin, sizeof params.thin);
     n_pin = pin_ranges(s, &pin, err);
     if (n_pin < 0)
         return -1;
@@ -272,11 +275,14 @@ static int take_memory(struct engine *e, struct seq *s, struct skv_error *err)
     }
     if (s->slot0 == NULL)
         s->slot0 = malloc(2 * (size_t)e->model.src.dims.n_kv * sizeof *s->slot0);
+    bool thin = thin_wanted(s);
+    if (thin)
+        s->row_pos = malloc((size_t)(s->n_prompt - s->n_kv) * sizeof *s->row_pos);
     if (!sampling.seed_set)
         sampling.seed = (uint64_t)core_now_us(e) * 0x9e3779b97f4a7c15u ^ s->request;
     if (r->kind == ENGINE_GENERATE)
         s->sampler = sampler_new(&sampling, e->model.src.dims.n_vocab);
-    if (p == NULL || s->slot0 == NULL || (r->kind == ENGINE_GENERATE && s->sampler == NULL))
+    if (p == NULL || s->slot0 == NULL || (thin && s->row_pos == NULL) || (r->kind == ENGINE_GENERATE && s->sampler == NULL))
         return skv_fail(err, SKV_INTERNAL, "no memory for a sequence of %d tokens", cap);
     for (int i = s->n_prompt > 64 ? s->n_prompt - 64 : 0; s->sampler != NULL && i < s->n_prompt; i++)
         sampler_accept(s->sampler, s->tokens.id[i]);

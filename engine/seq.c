@@ -49,7 +49,7 @@ void seq_begin_request(struct seq *s, uint64_t id, struct engine_request *take)
     s->req = take;
     s->pid = take->pid;
     s->state = SEQ_TEXT;
-    s->paused = false;
+    s->paused = s->thinned = false;
     s->text_begun = false;
     s->n_cached = s->n_kv;
     s->prompt_from = s->n_kv;
@@ -66,6 +66,8 @@ void seq_end_request(struct seq *s)
 {
     free_answer(s);
     engine_request_free(s->req);
+    free(s->row_pos);
+    s->row_pos = NULL;
     s->req = NULL;
     s->request = 0;
     s->state = SEQ_IDLE;
@@ -80,6 +82,7 @@ void seq_free(struct seq *s)
     kvplan_fini(&s->plan);
     free(s->tokens.id);
     free(s->slot0);
+    free(s->row_pos);
     free(s);
 }
 

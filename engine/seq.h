@@ -64,6 +64,9 @@ struct seq {
     int bypassed;     /* times that a later, smaller one went first */
     int32_t *slot0;   /* [n_kv heads] slots before the layer's prefill */
     int score_query;  /* queries summed in the layer in hand */
+    int32_t *row_pos; /* [prompt] positions of the rows that go on, where the policy thins this prompt; else NULL */
+    bool thinned;     /* row_pos [n_row] holds */
+    int n_row;
 
     /* answer */
     struct sampler *sampler;

@@ -103,7 +103,8 @@ struct ops_kv {
 struct ops_seg {
     int lane;
     int row0, n_row;  /* rows [row0, row0 + n_row) of the pass */
-    int pos0;         /* position of the first row; row r has position pos0 + (r - row0) */
+    int pos0;         /* position of the first row; row r has position pos0 + (r - row0), unless */
+    const int32_t *pos; /* [n_row] says them, ascending (a prompt that was thinned); NULL: they follow each other */
     int slot0;        /* prefill: slot of the first row's KV in the layer of this pass; row r goes to
                        * slot0 + (r - row0) in every head, and sees exactly the slots <= its own. (Equal lengths
                        * over the heads are NOT assumed: see ops_seg_head_slot0.) decode: unused. */
@@ -111,6 +112,11 @@ struct ops_seg {
     int score_from;   /* prefill: first row (index inside the pass) whose attention counts for the score;
                        * >= row0 + n_row: none. */
 };
+
+static inline int32_t ops_seg_pos(const struct ops_seg *g, int row)
+{
+    return g->pos != NULL ? g->pos[row - g->row0] : g->pos0 + (row - g->row0);
+}
 
 struct ops_pass {
     int n_row, n_seg;
@@ -178,6 +184,8 @@ struct ops {
     /* Hidden states of a prefill group, f32 [n_row][d_model] in backend memory. */
     float *(*state_new)(void *be, int n_row, struct skv_error *err);
     void (*state_free)(void *be, float *state);
+    /* Keep only rows row[0] < row[1] < ... of a state: they move to its first n rows. state: the address that state_new gave. */
+    void (*state_thin)(void *be, float *state, const int32_t *row, int n);
 
     /* x[r] = embedding of pass->token[r]. x: [n_row][d_model]. */
     void (*embed)(void *be, const struct ops_pass *pass, float *x);

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "engine/step.h"
+#include "engine/thin.h"
 #include "tests/engine_client.h"
 #include "tests/random_model.h"
 
@@ -27,6 +28,7 @@ static struct engine_config config(void)
     c.max_batch = 32;
     c.step_ms = 5;
     c.kv.policy = "full";
+    c.thin = "1:1.5,3:1.2"; /* sparse only; no shape is known of a random model */
     return c;
 }
 
@@ -178,6 +180,106 @@ START_TEST(budgets_hold)
     client_reply_free(a);
     client_reply_free(b);
     engine_free(e);
+}
+END_TEST
+
+/* A long prompt gets thinner where the setting says: above, heads hold only what a head of the layer below kept or what was among
+ * the last; the layers it goes by have more, the sum is the same; without the setting every layer holds its budget. */
+START_TEST(thinning)
+{
+    struct engine_config c = config();
+    static bool below[4096];
+    int n[2][4], n_prompt = 1200;
+
+    c.kv.policy = "sparse";
+    c.kv.budget = 200;
+    for (int off = 0; off < 2; off++) {
+        c.thin = off ? "off" : "2:1.5";
+        struct engine *e = client_start(&c);
+        struct engine_request *q = ask(3, n_prompt, 1);
+        int above_only = 0;
+        q->session = strdup("thin");
+        client_reply_free(client_call(e, q));
+        struct client_reply *r = client_kept(e, "thin");
+        int heads = r->answer->kept_heads;
+        ck_assert_int_eq(r->answer->kept_layers, 4);
+        memset(below, 0, sizeof below);
+        for (int l = 0; l < 4; l++) {
+            n[off][l] = 0;
+            for (int h = 0; h < heads; h++) {
+                struct engine_kept_head *k = &r->answer->kept[l * heads + h];
+                n[off][l] += k->n;
+                for (int i = 0; i < k->n; i++) {
+                    if (l == 1)
+                        below[k->pos[i]] = true;
+                    above_only += l >= 2 && !below[k->pos[i]] && k->pos[i] < n_prompt - 32;
+                }
+            }
+        }
+        ck_assert(off ? above_only > 0 : above_only == 0);
+        client_reply_free(r);
+        engine_free(e);
+    }
+    for (int l = 0; l < 4; l++)
+        ck_assert_int_eq(n[1][l], 2 * 200);
+    ck_assert_int_eq(n[0][0] + n[0][1] + n[0][2] + n[0][3], 4 * 2 * 200);
+    ck_assert_int_eq(n[0][1], 2 * 267); /* 3 of 9 shares of 4 * 200, fractions carried */
+}
+END_TEST
+
+/* Prompts that get thinner, in sessions, beside each other and with other slices. */
+START_TEST(thinning_sessions)
+{
+    struct engine_config c = config();
+
+    c.kv.policy = "sparse";
+    c.kv.budget = 100;
+    struct engine *e = client_start(&c);
+    c.step_ms = 1000;
+    c.threads = 1;
+    struct engine *other = client_start(&c);
+    for (int turn = 0; turn < 3; turn++) {
+        struct engine_request *q[4];
+        struct client_reply *r[4], *one;
+        for (int i = 0; i < 4; i++) {
+            q[i] = ask(10 * turn + i, turn == 1 ? 7 : 300 + 200 * i, 30);
+            q[i]->session = strdup((const char *const[]){ "a", "b", "c", "d" }[i]);
+        }
+        client_call_all(e, q, 4, r);
+        for (int i = 0; i < 4; i++) {
+            struct engine_request *again = ask(10 * turn + i, turn == 1 ? 7 : 300 + 200 * i, 30);
+            again->session = strdup((const char *const[]){ "a", "b", "c", "d" }[i]);
+            one = client_call(other, again);
+            same_tokens(r[i], one);
+            client_reply_free(one);
+            client_reply_free(r[i]);
+        }
+    }
+    engine_free(e);
+    engine_free(other);
+}
+END_TEST
+
+/* What a setting may say. */
+START_TEST(thin_setting)
+{
+    static const char *const wrong[] = { "", "on", "0:2", "4:2", "2", "2:0.5", "2:x", "2:2,2:2", "3:2,1:2", "1:2,2:2,3:2", "1:2,", "1:2;2:2" };
+    struct ops_dims d = { .n_layer = 4 }, smol = { .n_layer = 30, .d_model = 576, .n_head = 9, .n_kv = 3, .n_vocab = 49152 };
+    struct policy_thin t[POLICY_THIN];
+    struct skv_error err;
+
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        ck_assert_msg(thin_resolve(wrong[i], &d, t, &err) < 0, "\"%s\"", wrong[i]);
+        ck_assert_int_eq(err.code, SKV_BAD_CONFIG);
+    }
+    ck_assert_int_eq(thin_resolve("1:2,3:1.5", &d, t, &err), 0);
+    ck_assert_int_eq(t[0].layer * 10 + t[1].layer, 13);
+    ck_assert_int_eq(thin_resolve("off", &smol, t, &err), 0);
+    ck_assert_int_eq(t[0].layer, 0);
+    ck_assert_int_eq(thin_resolve("auto", &d, t, &err), 0);
+    ck_assert_int_eq(t[0].layer, 0);
+    ck_assert_int_eq(thin_resolve(NULL, &smol, t, &err), 0);
+    ck_assert_int_eq(t[0].layer, 8);
 }
 END_TEST
 
@@ -552,6 +654,9 @@ int main(void)
     tcase_add_loop_test(c, batch_invariance, 0, n_policy);
     tcase_add_loop_test(c, large_budget_is_full, 0, n_policy);
     tcase_add_loop_test(c, budgets_hold, 1, n_policy);
+    tcase_add_test(c, thinning);
+    tcase_add_test(c, thinning_sessions);
+    tcase_add_test(c, thin_setting);
     tcase_add_test(c, session_continues);
     tcase_add_test(c, small_pool);
     tcase_add_test(c, sessions_make_room);

@@ -121,6 +121,16 @@ static void cpu_state_free(void *be, float *state)
     cpu_unmap(p, bytes);
 }
 
+static void cpu_state_thin(void *be, float *state, const int32_t *row, int n)
+{
+    const struct cpu *c = be;
+    size_t d = (size_t)c->d.d_model;
+
+    for (int i = 0; i < n; i++)
+        if (row[i] != i)
+            memcpy(state + i * d, state + row[i] * d, d * sizeof *state);
+}
+
 struct host_job {
     void (*fn)(void *arg, int i);
     void *arg;
@@ -150,6 +160,7 @@ const struct ops ops_cpu = {
     .kv_read = cpu_kv_read,
     .state_new = cpu_state_new,
     .state_free = cpu_state_free,
+    .state_thin = cpu_state_thin,
     .embed = cpu_embed,
     .attn_in = cpu_attn_in,
     .attn_prefill = cpu_attn_prefill,

@@ -127,7 +127,7 @@ static void store_row(const struct kv_store *s, const struct ops_seg *seg, int r
         unsigned char *page = cpu_page(c, c->kv.table[at * c->kv.max_pages + slot / KERN_PAGE_SLOTS]);
         slot %= KERN_PAGE_SLOTS;
         c->isa->att.store(pl, page, slot, k + head * c->d.head_dim, v + head * c->d.head_dim);
-        ((int32_t *)(page + pl->pos))[slot] = seg->pos0 + (row - seg->row0);
+        ((int32_t *)(page + pl->pos))[slot] = ops_seg_pos(seg, row);
         ((float *)(page + pl->score))[slot] = 0;
     }
 }

@@ -409,9 +409,9 @@ static void rope_prepare(struct cpu *c, const struct ops_pass *pass)
     for (int s = 0; s < pass->n_seg; s++) {
         const struct ops_seg *g = &pass->seg[s];
         for (int r = 0; r < g->n_row; r++)
-            l->pos[g->row0 + r] = g->pos0 + r;
-        if (g->pos0 + g->n_row > top)
-            top = g->pos0 + g->n_row;
+            l->pos[g->row0 + r] = ops_seg_pos(g, g->row0 + r);
+        if (g->n_row > 0 && ops_seg_pos(g, g->row0 + g->n_row - 1) >= top)
+            top = ops_seg_pos(g, g->row0 + g->n_row - 1) + 1;
     }
     if (top <= l->rope_n)
         return;

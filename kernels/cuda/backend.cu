@@ -205,6 +205,23 @@ static float *cu_state_new(void *be, int n_row, skv_error *err)
     return s.x[0];
 }
 
+/* Rows only move towards the front, in ascending order, so the copies on one stream don't overtake what they read. */
+static void cu_state_thin(void *be, float *state, const int32_t *row, int n)
+{
+    cuda *c = static_cast<cuda *>(be);
+    size_t d = (size_t)c->d.d_model;
+    for (cu_rank &r : c->rank) {
+        float *x = cu_state_x(c, r, state);
+        cu_use(r);
+        for (int i = 0, run; i < n; i += run) {
+            for (run = 1; i + run < n && row[i + run] == row[i] + run && run < row[i] - i;)
+                run++;
+            if (row[i] != i)
+                CU_MUST(cudaMemcpyAsync(x + i * d, x + row[i] * d, run * d * sizeof *x, cudaMemcpyDeviceToDevice, r.st));
+        }
+    }
+}
+
 static void cu_state_free(void *be, float *state)
 {
     cuda *c = static_cast<cuda *>(be);
@@ -305,7 +322,7 @@ extern "C" bool ops_cuda_usable(char *why, size_t size)
 
 extern "C" const ops ops_cuda = {
     BACKEND_NAME, cu_open,     cu_close,          cu_info,           cu_kv_init,    cu_page_clear,  cu_kv_read,
-    cu_state_new, cu_state_free, cu_embed_op,     cu_attn_in_op,     cu_attn_prefill_op, cu_attn_decode_op,
+    cu_state_new, cu_state_free, cu_state_thin, cu_embed_op,     cu_attn_in_op,     cu_attn_prefill_op, cu_attn_decode_op,
     cu_out_mlp_op, cu_score_begin, cu_select_op,  cu_score_read,     cu_logits,     cu_host_for,
     nullptr,      nullptr,     cu_pool_room,
 };

@@ -153,7 +153,7 @@ static pass_meta send_pass(const cuda *c, cu_rank &r, const ops_pass *p)
         out.n_scored = std::max(out.n_scored, s.row0 + s.n_row - std::max(s.score_from, s.row0));
         for (int j = 0; j < s.n_row; j++) {
             lane[s.row0 + j] = s.lane;
-            pos[s.row0 + j] = s.pos0 + j;
+            pos[s.row0 + j] = ops_seg_pos(&s, s.row0 + j);
             for (int k = 0; k < nk; k++) {
                 slot[(s.row0 + j) * nk + k] = seg_slot0(s, r.kv0 + k) + j;
                 out.most_slots = std::max(out.most_slots, seg_slot0(s, r.kv0 + k) + j + 1);

@@ -138,6 +138,16 @@ static void sim_state_free(void *be, float *state)
     free(state);
 }
 
+static void sim_state_thin(void *be, float *state, const int32_t *row, int n)
+{
+    struct sim *s = be;
+    size_t d = (size_t)s->d.d_model;
+
+    for (int i = 0; i < n; i++)
+        memmove(state + i * d, state + row[i] * d, d * sizeof *state);
+    sim_cost_thin(s, n);
+}
+
 static uint64_t state_get(const struct sim *s, const float *x, int row)
 {
     uint64_t h;
@@ -161,7 +171,7 @@ static void sim_embed(void *be, const struct ops_pass *pass, float *x)
         const struct ops_seg *seg = &pass->seg[i];
         int last = seg->row0 + seg->n_row - 1;
         for (int r = s->value != NULL ? seg->row0 : last; r <= last; r++) /* without slot values only a last row is asked for */
-            state_put(s, x, r, sim_mix((uint64_t)pass->token[r], (uint64_t)(seg->pos0 + r - seg->row0)));
+            state_put(s, x, r, sim_mix((uint64_t)pass->token[r], (uint64_t)ops_seg_pos(seg, r)));
     }
     sim_cost_embed(s, pass->n_row);
 }
@@ -325,6 +335,7 @@ const struct ops ops_sim = {
     .kv_read = sim_kv_read,
     .state_new = sim_state_new,
     .state_free = sim_state_free,
+    .state_thin = sim_state_thin,
     .embed = sim_embed,
     .attn_in = sim_attn_in,
     .attn_prefill = sim_attn_prefill,

@@ -56,6 +56,11 @@ void sim_cost_embed(struct sim *s, int n_row)
     spend(s, &(struct work){ .row_bytes = 8.0 * n_row * s->d.d_model, .kernels = 1 });
 }
 
+void sim_cost_thin(struct sim *s, int n_row)
+{
+    spend(s, &(struct work){ .row_bytes = 8.0 * n_row * s->d.d_model, .kernels = 1 });
+}
+
 /* Norm; Q, K and V; RoPE and the write to slots. */
 void sim_cost_attn_in(struct sim *s, int layer, int n_row)
 {

@@ -101,7 +101,7 @@ void sim_kv_store(struct sim *s, int layer, const struct ops_pass *pass, const i
                 assert(to < s->kv.len[at]);
                 size_t k = place(s, at, to);
                 s->value[k] = sim_mix(s->row[r], (uint64_t)layer << 32 | (uint64_t)h) | 1;
-                s->pos[k] = seg->pos0 + (r - seg->row0);
+                s->pos[k] = ops_seg_pos(seg, r);
                 s->score[k] = 0;
             }
     }

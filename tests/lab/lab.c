@@ -9,7 +9,9 @@
  *
  * VARIANT: name:key=value,...  with share (kept share of all slots), full (layers), alpha, tail (1: the template's closing tokens come
  * on top of alpha), pool, max (1), value (1), eps, floor, sink, recent, shift (the smoothing reaches ahead), evict (1: decode evicts too, by decay,
- * weight and drecent; ring: by a ring of that many queries, scored in bursts), shape (budgets fall linearly from 1 + shape to 1 - shape).
+ * weight and drecent; ring: by a ring of that many queries, scored in bursts), shape (budgets fall linearly from 1 + shape to 1 - shape),
+ * thin (layer from which on only the prompt tokens go on that any head of the `span` layers below kept, with the share tshare; thin2, tshare2:
+ * thinned again there).
  */
 #include <getopt.h>
 #include <math.h>
@@ -28,9 +30,9 @@
 
 struct variant {
     char name[64];
-    double share, eps, floor, shape, narrow, decay, weight;
-    int full, alpha, tail, pool, max, value, sink, recent, shift, wide, wshift, evict, drecent, ring;
-    double score[TASKS], kl, kl_n, slots, seconds;
+    double share, tshare, tshare2, eps, floor, shape, narrow, decay, weight;
+    int full, alpha, tail, pool, max, value, sink, recent, shift, wide, wshift, evict, drecent, ring, thin, thin2, span;
+    double score[TASKS], kl, kl_n, slots, seconds, passed;
 };
 
 static struct model m;
@@ -43,6 +45,7 @@ static double full_score[TASKS], task_n[TASKS];
 static struct variant var[VARIANTS];
 static int n_var, header_order, n_step;
 static float *x, *logits;
+static float **state; /* [L][tokens][d_model]: the full run's hidden states before each layer */
 
 static double now(void)
 {
@@ -80,6 +83,9 @@ static void open_model(const char *path, int max_tokens, const char *dtype)
             kv->table[i * kv->max_pages + k] = (uint32_t)(i * per_head + k);
     x = ops->state_new(be, ROWS, &err);
     logits = malloc((size_t)m.src.dims.n_vocab * sizeof *logits);
+    state = calloc((size_t)L, sizeof *state);
+    for (int l = 0; l < L; l++)
+        state[l] = malloc((size_t)max_tokens * m.src.dims.d_model * sizeof **state);
     return;
 fail:
     fprintf(stderr, "%s\n", err.msg);
@@ -93,16 +99,20 @@ static unsigned char *page(int lane, int layer, int head, int k)
     return lab_pool(be) + (at(lane, layer, head) * per_head + k) * kv->page.bytes;
 }
 
-/* Rows [from, to) of the tokens through all layers of a lane whose slots [0, from) are there; scored rows from `scored` on. select
+/* Rows [from, to) of the tokens through the first layers of a lane whose slots [0, from) are there; scored rows from `scored` on. select
  * may be NULL. */
-static void rows(int lane, const int32_t *tok, int from, int to, int scored, void (*select)(int layer, void *arg), void *arg)
+static void rows(int lane, const int32_t *tok, int from, int to, int scored, int n_layer, void (*select)(int layer, void *arg), void *arg)
 {
     struct ops_seg seg = { .lane = lane, .n_row = to - from, .pos0 = from, .slot0 = from,
                            .score_from = scored < to ? (scored > from ? scored - from : 0) : to - from };
     struct ops_pass pass = { .n_row = to - from, .n_seg = 1, .token = tok + from, .seg = &seg };
 
+    size_t d = m.src.dims.d_model;
+
     ops->embed(be, &pass, x);
-    for (int l = 0; l < L; l++) {
+    for (int l = 0; l < n_layer; l++) {
+        if (select == NULL)
+            memcpy(state[l] + from * d, x, (size_t)(to - from) * d * sizeof *x);
         for (int h = 0; h < H; h++)
             kv->len[at(lane, l, h)] = to;
         if (select != NULL)
@@ -231,6 +241,8 @@ static double answer(const struct variant *v, int lane, const struct record *r, 
 struct pick {
     struct variant *v;
     int n, n_query;
+    int32_t pos[8192]; /* what goes on */
+    int n_row;
 };
 
 static void pick_layer(int layer, void *arg)
@@ -242,9 +254,15 @@ static void pick_layer(int layer, void *arg)
 
     if (layer < v->full)
         return;
+    for (int k = 0; k < 2; k++) { /* layers by which the prompt is thinned may keep more */
+        int f = k == 0 ? v->thin : v->thin2;
+        double share = k == 0 ? v->tshare : v->tshare2;
+        if (share > 0 && f > 0 && layer >= f - v->span && layer < f)
+            b = share * p->n;
+    }
     b *= 1 + v->shape * (1 - 2.0 * sparse / (n_sparse - 1));
     struct kern_rule rule = { .budget = (int)(b + 0.5), .sink = v->sink, .recent = v->recent, .pool = v->pool,
-                              .pool_kind = v->max ? KERN_POOL_MAX : KERN_POOL_AVG, .pool_to = p->n - v->recent, .pool_shift = v->shift, .wide = v->wide, .wide_shift = v->wshift,
+                              .pool_kind = v->max ? KERN_POOL_MAX : KERN_POOL_AVG, .pool_to = kv->len[at(1, layer, 0)] - v->recent, .pool_shift = v->shift, .wide = v->wide, .wide_shift = v->wshift,
                               .narrow = (float)v->narrow, .use_score = v->alpha > 0,
                               .by_value = v->value, .value_eps = (float)v->eps, .head_floor = (float)v->floor, .decay = 1 };
     if (rule.budget < v->sink + v->recent)
@@ -265,6 +283,86 @@ static void copy_lane(int n)
             memcpy(page(1, l, h, 0), page(0, l, h, 0), (size_t)pages * kv->page.bytes);
 }
 
+/* The positions that any head of the last `span` layers before `layer` kept, and those of the scored queries, go on. */
+static void thin_rows(struct pick *p, int layer)
+{
+    static char mark[8192];
+    static int32_t pos[8192];
+    static float score[8192];
+    const struct variant *v = p->v;
+    int n = 0;
+
+    memset(mark, 0, sizeof mark);
+    for (int l = layer - v->span; l < layer; l++)
+        for (int h = 0; h < H; h++) {
+            int len = kv->len[at(1, l, h)];
+            ops->kv_read(be, 1, l, h, pos, score);
+            for (int i = 0; i < len; i++)
+                mark[pos[i]] = 1;
+        }
+    for (int i = p->n - p->n_query; i < p->n; i++)
+        mark[i] = 1;
+    for (int i = 0; i < p->n_row; i++)
+        if (mark[p->pos[i]])
+            p->pos[n++] = p->pos[i];
+    p->n_row = n;
+}
+
+/* Layers [from, to) over the rows that go on. */
+static void thin_layers(struct pick *p, float *y, int from, int to)
+{
+    size_t d = m.src.dims.d_model;
+
+    for (int l = from; l < to; l++) {
+        for (int h = 0; h < H; h++)
+            kv->len[at(1, l, h)] = 0;
+        ops->score_begin(be, 1, p->n_row);
+        for (int a = 0; a < p->n_row; a += ROWS) {
+            int n = p->n_row - a < ROWS ? p->n_row - a : ROWS, scored = p->n_row - p->n_query - a;
+            for (int h = 0; h < H; h++)
+                kv->len[at(1, l, h)] = a + n;
+            struct ops_seg seg = { .lane = 1, .n_row = n, .pos = p->pos + a, .pos0 = p->pos[a], .slot0 = a,
+                                   .score_from = scored < 0 ? 0 : scored > n ? n : scored };
+            struct ops_pass pass = { .n_row = n, .n_seg = 1, .seg = &seg };
+            ops->attn_in(be, l, &pass, y + a * d, NULL);
+            ops->attn_prefill(be, l, &pass);
+            ops->attn_out_mlp(be, l, &pass, y + a * d);
+        }
+        pick_layer(l, p);
+    }
+}
+
+static void thin_run(struct pick *p)
+{
+    size_t d = m.src.dims.d_model;
+    const struct variant *v = p->v;
+    float *y = malloc((size_t)p->n * d * sizeof *y);
+    int32_t *old = malloc((size_t)p->n * sizeof *old);
+
+    p->n_row = p->n;
+    for (int i = 0; i < p->n; i++)
+        p->pos[i] = i;
+    thin_rows(p, v->thin);
+    for (int i = 0; i < p->n_row; i++)
+        memcpy(y + i * d, state[v->thin] + p->pos[i] * d, d * sizeof *y);
+    p->v->passed += (double)p->n_row / p->n;
+    if (v->thin2 > 0) {
+        thin_layers(p, y, v->thin, v->thin2);
+        memcpy(old, p->pos, (size_t)p->n_row * sizeof *old);
+        thin_rows(p, v->thin2);
+        for (int i = 0, k = 0; i < p->n_row; i++) {
+            while (old[k] != p->pos[i])
+                k++;
+            memmove(y + i * d, y + k * d, d * sizeof *y);
+        }
+        thin_layers(p, y, v->thin2, L);
+    } else {
+        thin_layers(p, y, v->thin, L);
+    }
+    free(old);
+    free(y);
+}
+
 static void run_variant(struct variant *v, const struct record *r, const int32_t *tok, int n, int task, float *full)
 {
     int tail = 0;
@@ -280,9 +378,16 @@ static void run_variant(struct variant *v, const struct record *r, const int32_t
         alpha = ROWS;
     if (alpha < 1)
         alpha = 1;
-    struct pick p = { v, n, alpha };
+    static struct pick p;
+    p.v = v;
+    p.n = n;
+    p.n_query = alpha;
     copy_lane(n);
-    rows(1, tok, n - alpha, n, n - alpha, pick_layer, &p);
+    rows(1, tok, n - alpha, n, n - alpha, v->thin > 0 ? v->thin : L, pick_layer, &p);
+    if (v->thin > 0)
+        thin_run(&p);
+    else
+        v->passed += 1;
     double slots = 0;
     for (int l = 0; l < L; l++)
         for (int h = 0; h < H; h++)
@@ -315,7 +420,7 @@ static void report(void)
     printf("%-34s %6s", "variant", "kept");
     for (int t = 0; t < n_task; t++)
         printf(" %9s", task_name[t]);
-    printf("  %6s %6s %6s\n%-34s %6s", "mean", "KL", "s", "full", "1");
+    printf("  %6s %6s %6s %6s\n%-34s %6s", "mean", "KL", "pass", "s", "full", "1");
     for (int t = 0; t < n_task; t++)
         printf(" %9.3f", full_score[t] / task_n[t]);
     printf("   n %.0f\n", task_n[0]);
@@ -331,7 +436,7 @@ static void report(void)
             mean += fmin(1, v->score[t] / full_score[t]);
             n++;
         }
-        printf("  %6.3f %6.3f %6.2f\n", mean / n, v->kl / v->kl_n, v->seconds / total());
+        printf("  %6.3f %6.3f %6.3f %6.2f\n", mean / n, v->kl / v->kl_n, v->passed / total(), v->seconds / total());
     }
     fflush(stdout);
 }
@@ -342,7 +447,7 @@ static void parse_variant(char *s)
     char *spec = strchr(s, ':');
 
     *v = (struct variant){ .share = 0.19, .eps = 1e-4, .floor = 0.2, .alpha = 16, .tail = 1, .pool = 21, .value = 1, .sink = 4, .recent = 32, .narrow = 0.5, .decay = 1,
-                            .drecent = 32 };
+                            .drecent = 32, .span = 1 };
     if (spec != NULL)
         *spec++ = '\0';
     snprintf(v->name, sizeof v->name, "%s", s);
@@ -355,7 +460,8 @@ static void parse_variant(char *s)
             { "share", NULL, &v->share }, { "eps", NULL, &v->eps }, { "floor", NULL, &v->floor }, { "shape", NULL, &v->shape },
             { "full", &v->full, NULL }, { "alpha", &v->alpha, NULL }, { "tail", &v->tail, NULL }, { "pool", &v->pool, NULL },
             { "max", &v->max, NULL }, { "value", &v->value, NULL }, { "sink", &v->sink, NULL }, { "recent", &v->recent, NULL },
-            { "shift", &v->shift, NULL },
+            { "shift", &v->shift, NULL }, { "thin", &v->thin, NULL }, { "thin2", &v->thin2, NULL }, { "tshare", NULL, &v->tshare },
+            { "tshare2", NULL, &v->tshare2 }, { "span", &v->span, NULL },
             { "wide", &v->wide, NULL }, { "wshift", &v->wshift, NULL }, { "narrow", NULL, &v->narrow },
             { "evict", &v->evict, NULL }, { "drecent", &v->drecent, NULL }, { "ring", &v->ring, NULL }, { "decay", NULL, &v->decay }, { "weight", NULL, &v->weight } };
         bool found = false;
@@ -437,7 +543,7 @@ int main(int argc, char **argv)
         while (same < n_before && same < n - 1 && before[same] == r.prompt.id[same])
             same++;
         for (int from = same; from < n; from += ROWS)
-            rows(0, r.prompt.id, from, from + ROWS < n ? from + ROWS : n, n, NULL, NULL);
+            rows(0, r.prompt.id, from, from + ROWS < n ? from + ROWS : n, n, L, NULL, NULL);
         int task = find_task(r.task);
         task_n[task]++;
         full_score[task] += answer(NULL, 0, &r, n, full, NULL, NULL);
