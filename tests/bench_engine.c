@@ -1,11 +1,12 @@
 /* bench_engine.c - the engine's speed, without a socket: prefill and decode at the depths and batches that users meet.
  *
  *   bench_engine MODEL [--threads N] [--json] [--policy NAME] [--dtype bf16|int8] [--quick] [--batch N] [--isa NAME] [--rounds N]
- *                      [--rows prefill:TOKENS,decode:DEPTH:BATCH,...] [--prompts FILE]
+ *                      [--rows prefill:TOKENS,decode:DEPTH:BATCH,gap:TOKENS,...] [--prompts FILE] [--step-ms N]
  *
  * Prefill: time to the first token of one prompt. Decode: all sequences' prompts are put into sessions first, then all go on at
  * once; tokens are counted from the moment when the last one began until the first one ends. The best of the rounds is given,
- * with the spread. Prompts are lines {"tokens": [...]} of the file, one after the other, else made up.
+ * with the spread. Gap: one client decodes while the prompt of another is prefilled; the longest time between two of its tokens, also
+ * as a multiple of step_ms. Prompts are lines {"tokens": [...]} of the file, one after the other, else made up.
  */
 #include <getopt.h>
 #include <poll.h>
@@ -186,6 +187,91 @@ static void decode(struct engine *e, int depth, int batch)
     row("decode", depth, batch, cfg.kv.policy, best, worst);
 }
 
+/* What one token event after the other says of the pace while the other's prompt is in hand. */
+struct pace {
+    int64_t last, worst; /* microseconds */
+    double sum;
+    int n;
+};
+
+static void pace_token(struct pace *p, int64_t t)
+{
+    int64_t gap = t - p->last;
+
+    if (p->last != 0) {
+        p->worst = gap > p->worst ? gap : p->worst;
+        p->sum += (double)gap;
+        p->n++;
+    }
+    p->last = t;
+}
+
+/* A client decodes; after 8 tokens a prompt of n comes, and gaps count until its first token. Returns the seconds that it took. */
+static double gap_round(struct engine *e, int n, uint32_t seed, struct pace *pace)
+{
+    int32_t *first = tokens(200, seed + 50), *ids = tokens(n, seed);
+    uint64_t decoder, prompt = 0;
+    struct skv_error err;
+    double begun = 0, took = 0;
+    int open = 1, count = 0;
+
+    memset(pace, 0, sizeof *pace);
+    if (engine_submit(e, client_generate(first, 200, 7900), &decoder, &err) < 0)
+        fprintf(stderr, "%s\n", err.msg);
+    while (open > 0) {
+        struct pollfd p = { .fd = engine_event_fd(e), .events = POLLIN };
+        struct engine_event ev[64];
+        poll(&p, 1, -1);
+        int k = engine_events(e, ev, 64);
+        for (int i = 0; i < k; i++) {
+            if (ev[i].type == ENGINE_EV_END) {
+                open--;
+            } else if (ev[i].type == ENGINE_EV_TOKEN && ev[i].id == prompt) {
+                took = now() - begun;
+                engine_cancel(e, decoder);
+            } else if (ev[i].type == ENGINE_EV_TOKEN && took == 0) {
+                count++;
+                if (begun > 0 && (double)ev[i].t_us >= 1e6 * begun) /* not what lay in the queue */
+                    pace_token(pace, ev[i].t_us);
+            }
+            engine_event_fini(&ev[i]);
+        }
+        if (count >= 8 && begun == 0) {
+            begun = now();
+            if (engine_submit(e, client_generate(ids, n, 1), &prompt, &err) < 0)
+                fprintf(stderr, "%s\n", err.msg);
+            open++;
+        }
+    }
+    free(first);
+    free(ids);
+    return took;
+}
+
+static void gap(struct engine *e, int n)
+{
+    double best = 0, worst = 0, mean = 0, seconds = 0;
+
+    for (int r = 0; r < rounds; r++) {
+        struct pace p;
+        double took = gap_round(e, n, (uint32_t)r + 1, &p), ms = (double)p.worst / 1000;
+        if (r == 0 || ms < best) {
+            best = ms;
+            mean = p.n > 0 ? p.sum / p.n / 1000 : 0;
+            seconds = took;
+        }
+        worst = ms > worst ? ms : worst;
+    }
+    if (json)
+        printf("{\"bench\": \"gap\", \"depth\": %d, \"policy\": \"%s\", \"step_ms\": %d, \"worst_gap_ms\": %.1f, \"of_step_ms\": %.2f, "
+               "\"worst_round_ms\": %.1f, \"mean_gap_ms\": %.1f, \"prefill_s\": %.2f}\n", n, cfg.kv.policy, cfg.step_ms, best,
+               best / cfg.step_ms, worst, mean, seconds);
+    else
+        printf("gap      %6d tokens  prefilled in %.2f s beside one that decodes, %s: worst gap %.1f ms = %.2f step_ms of %d (worst round %.1f "
+               "ms), mean %.1f ms\n", n, seconds, cfg.kv.policy, best, best / cfg.step_ms, cfg.step_ms, worst, mean);
+    fflush(stdout);
+}
+
 static struct engine *start(const char *policy)
 {
     cfg.kv.policy = policy;
@@ -207,13 +293,15 @@ static int run_rows(const char *policy, const char *rows)
         struct engine *e = start(policy);
         if (sscanf(p, "prefill:%d%n", &depth, &used) == 1)
             prefill(e, depth);
+        else if (sscanf(p, "gap:%d%n", &depth, &used) == 1)
+            gap(e, depth);
         else if (sscanf(p, "decode:%d:%d%n", &depth, &batch, &used) == 2 && batch >= 1 && batch <= 64)
             decode(e, depth, batch);
         else
             used = -1;
         engine_free(e);
         if (used < 0) {
-            fprintf(stderr, "--rows: \"%s\" is neither prefill:TOKENS nor decode:DEPTH:BATCH\n", p);
+            fprintf(stderr, "--rows: \"%s\" is none of prefill:TOKENS, decode:DEPTH:BATCH and gap:TOKENS\n", p);
             return 2;
         }
     }
@@ -245,7 +333,8 @@ int main(int argc, char **argv)
     static const struct option options[] = { { "threads", 1, NULL, 't' }, { "json", 0, NULL, 'j' },  { "policy", 1, NULL, 'p' },
                                              { "dtype", 1, NULL, 'd' },   { "quick", 0, NULL, 'q' }, { "batch", 1, NULL, 'b' },
                                              { "isa", 1, NULL, 'i' },     { "rounds", 1, NULL, 'r' },
-                                             { "rows", 1, NULL, 'R' },    { "prompts", 1, NULL, 'P' }, { NULL, 0, NULL, 0 } };
+                                             { "rows", 1, NULL, 'R' },    { "prompts", 1, NULL, 'P' },
+                                             { "step-ms", 1, NULL, 's' }, { NULL, 0, NULL, 0 } };
     const char *policy = NULL, *rows = NULL;
     bool quick = false;
     int c, batch = 20;
@@ -263,6 +352,7 @@ int main(int argc, char **argv)
         case 'i': cfg.isa = optarg; break;
         case 'R': rows = optarg; break;
         case 'P': prompts = optarg; break;
+        case 's': cfg.step_ms = atoi(optarg); break;
         case 'r': rounds = atoi(optarg); break;
         default: return 2;
         }
