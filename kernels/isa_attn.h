@@ -28,12 +28,14 @@
 
 #define KERN_ATTN_PAGES 8                                   /* pages of a block */
 #define KERN_ATTN_BLOCK (KERN_ATTN_PAGES * KERN_PAGE_SLOTS) /* slots of a block: the stride of s and p */
-#define KERN_ATTN_TILE  12                                  /* query rows of a tile at most */
+#define KERN_ATTN_TILE  12                                  /* query rows of a tile at most, */
+#define KERN_ATTN_ROWS  24                                  /* and of one that `attend` takes */
 
 /* Bytes of a packed query row, of a row of p and of a panel: enough for every form. Multiples of 64. */
 #define KERN_ATTN_Q_BYTES(hd)     ((size_t)(hd) * 4 + 64)
 #define KERN_ATTN_P_BYTES         ((size_t)KERN_ATTN_BLOCK * 4 + 64)
 #define KERN_ATTN_PANEL_BYTES(hd) ((size_t)(hd) * KERN_PAGE_SLOTS * 8)
+#define KERN_ATTN_WORK_BYTES      (KERN_ATTN_TILE * KERN_ATTN_P_BYTES)
 
 /* The pages of a block, as the form wants them. */
 struct kern_attn_block {
@@ -46,9 +48,11 @@ struct kern_attn_block {
 };
 
 struct kern_attn_form {
-    /* Bring a page into panel form (K, then V at KERN_ATTN_PANEL_BYTES / 2), unscaled for int8. NULL: qk and pv read
-     * pages in place. */
-    void (*panel)(const struct kern_page_layout *pl, const unsigned char *page, void *panel);
+    /* Bring page i of a block into panel form: K at panels + i * KERN_ATTN_PANEL_BYTES, V half of that behind it, unscaled
+     * for int8; or the form's own way into block_bytes(hd), a multiple of 64. A block's pages come in order. NULL: pages are
+     * read in place. */
+    void (*panel)(const struct kern_page_layout *pl, const unsigned char *page, int i, void *panels);
+    size_t (*block_bytes)(int hd); /* at most KERN_ATTN_PAGES * KERN_ATTN_PANEL_BYTES(hd), which NULL says */
     /* One query row [head_dim] times scale, zero padded to hd; out: KERN_ATTN_Q_BYTES, 64-byte aligned. */
     void (*pack_q)(const float *q, int head_dim, int hd, float scale, void *out);
     /* s [n_row][KERN_ATTN_BLOCK], the first 32 n_page columns written; q rows KERN_ATTN_Q_BYTES(hd) apart. */
@@ -60,6 +64,11 @@ struct kern_attn_form {
                     float *l, float *alpha, void *p);
     /* o [n_row][hd] f32. */
     void (*pv)(const struct kern_attn_block *b, const void *p, int n_row, const float *alpha, float *o);
+    /* qk, softmax and pv in one, of at most KERN_ATTN_ROWS rows, where a form has a better order for them than one after the other
+     * (softmax and pv are NULL then); else NULL. seen doesn't fall from row to row. work: KERN_ATTN_WORK_BYTES, 64-byte
+     * aligned. */
+    void (*attend)(const struct kern_attn_block *b, const void *q, int n_row, const int32_t *seen, float *m, float *l,
+                   float *o, void *work);
 };
 
 struct kern_attn_fns {
@@ -71,6 +80,8 @@ struct kern_attn_fns {
      * KERN_ATTN_BLOCK apart. The caller puts 1/g into weight. */
     void (*probs)(const float *s, int n_row, int n, const float *m, const float *inv_l, float decay, float weight,
                   float *score);
+    /* out[i] = o[i] * f, n values. */
+    void (*scaled)(const float *o, float f, int n, float *out);
     /* K and V rows [head_dim] f32 of one head into slot 0..31 of a page: round to nearest even; int8: scale = absmax / 127,
      * stored beside. */
     void (*store)(const struct kern_page_layout *pl, unsigned char *page, int slot, const float *k, const float *v);

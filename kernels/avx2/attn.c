@@ -145,48 +145,6 @@ static void pv_f32(const struct kern_attn_block *b, const void *p, int n_row, co
             pv_tile(b, at, 1, 2, d, alpha, o);
 }
 
-/* ---- panels ------------------------------------------------------------------------------------------------------- */
-
-/* bf16 pairs are the halves of a dword. */
-static void panel_bf16(const struct kern_page_layout *pl, const unsigned char *page, void *panel)
-{
-    const __m256i high = _mm256_set1_epi32((int)0xffff0000);
-    const unsigned char *k = page + pl->k, *v = page + pl->v;
-    float *pk = panel, *pv = pk + (size_t)pl->hd * SLOTS;
-    for (int d = 0; d < pl->hd; d += 2)
-        for (int j = 0; j < SLOTS; j += 8) {
-            __m256i x = _mm256_load_si256((const __m256i *)(k + (d / 2 * SLOTS + j) * 4));
-            _mm256_store_ps(pk + d * SLOTS + j, _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)));
-            _mm256_store_ps(pk + (d + 1) * SLOTS + j, _mm256_castsi256_ps(_mm256_and_si256(x, high)));
-        }
-    for (int j = 0; j < SLOTS; j += 2)
-        for (int d = 0; d < pl->hd; d += 8) {
-            __m256i x = _mm256_load_si256((const __m256i *)(v + (j / 2 * pl->hd + d) * 4));
-            _mm256_store_ps(pv + j * pl->hd + d, _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)));
-            _mm256_store_ps(pv + (j + 1) * pl->hd + d, _mm256_castsi256_ps(_mm256_and_si256(x, high)));
-        }
-}
-
-static void panel_int8(const struct kern_page_layout *pl, const unsigned char *page, void *panel)
-{
-    const unsigned char *k = page + pl->k, *v = page + pl->v;
-    float *pk = panel, *pv = pk + (size_t)pl->hd * SLOTS;
-    const __m256i offset = _mm256_set1_epi8((char)0x80);
-    for (int d = 0; d < pl->hd; d += 4)
-        for (int j = 0; j < SLOTS; j += 8) {
-            __m256i x = _mm256_load_si256((const __m256i *)(k + (d / 4 * SLOTS + j) * 4));
-            x = _mm256_xor_si256(x, offset);
-            for (int i = 0; i < 4; i++) {
-                __m256i y = _mm256_srai_epi32(_mm256_sll_epi32(x, _mm_cvtsi32_si128(24 - 8 * i)), 24);
-                _mm256_store_ps(pk + (d + i) * SLOTS + j, _mm256_cvtepi32_ps(y));
-            }
-        }
-    for (int i = 0; i < SLOTS * pl->hd; i += 8) {
-        __m256i y = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(v + i)));
-        _mm256_store_ps(pv + i, _mm256_cvtepi32_ps(y));
-    }
-}
-
 /* ---- scores ------------------------------------------------------------------------------------------------------- */
 
 INLINE __m256 prob(const float *s, float m, float inv_l, int seen, int at, __m256 sum)
@@ -225,6 +183,16 @@ static void probs(const float *s, int n_row, int n, const float *m, const float 
     }
 }
 
+static void scaled(const float *o, float f, int n, float *out)
+{
+    __m256 vf = _mm256_set1_ps(f);
+    int i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_loadu_ps(o + i), vf));
+    for (; i < n; i++)
+        out[i] = o[i] * f;
+}
+
 void kern_attn_avx2(struct kern_attn_fns *f)
 {
     for (int t = 0; t < KERN_KV_DTYPES; t++) {
@@ -232,11 +200,11 @@ void kern_attn_avx2(struct kern_attn_fns *f)
         form->qk = qk_f32;
         form->softmax = softmax_f32;
         form->pv = pv_f32;
-        form->panel = t == KERN_KV_BF16 ? panel_bf16 : t == KERN_KV_INT8 ? panel_int8 : NULL;
         f->decode[t] = *form;
     }
     kern_attn_avx2_decode(f);
     kern_attn_avx2_int16(f);
     f->colsum = colsum;
     f->probs = probs;
+    f->scaled = scaled;
 }

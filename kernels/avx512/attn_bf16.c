@@ -175,10 +175,10 @@ INLINE __m512 widen(__m128i x)
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x));
 }
 
-static void panel_int8(const struct kern_page_layout *pl, const unsigned char *page, void *panel)
+static void panel_int8(const struct kern_page_layout *pl, const unsigned char *page, int i_page, void *panels)
 {
     const unsigned char *k = page + pl->k, *v = page + pl->v;
-    unsigned char *to = panel;
+    unsigned char *panel = (unsigned char *)panels + i_page * KERN_ATTN_PANEL_BYTES(pl->hd), *to = panel;
     /* K [hd/4][32][4] -> [hd/2][32][2]: 16 slots of 4 bytes, less the offset; bytes 0, 1 and 2, 3 are pairs. */
     for (int d = 0; d < pl->hd / 4; d++)
         for (int half = 0; half < 2; half++) {
@@ -190,7 +190,7 @@ static void panel_int8(const struct kern_page_layout *pl, const unsigned char *p
             _mm512_store_si512(to + (2 * d + 1) * 128 + half * 64, pairs(f[2], f[3]));
         }
     /* V [32][hd] -> [16][hd][2]. */
-    to = (unsigned char *)panel + KERN_ATTN_PANEL_BYTES(pl->hd) / 2;
+    to = panel + KERN_ATTN_PANEL_BYTES(pl->hd) / 2;
     for (int j = 0; j < SLOTS; j += 2)
         for (int d = 0; d < pl->hd; d += 16) {
             __m512 even = widen(_mm_load_si128((const __m128i *)(v + j * pl->hd + d)));
@@ -226,7 +226,7 @@ static void store_bf16(const struct kern_page_layout *pl, unsigned char *page, i
 
 void kern_attn_avx512_bf16(struct kern_attn_fns *f)
 {
-    const struct kern_attn_form form = { NULL, pack_q_bf16, qk_bf16, softmax_bf16, pv_bf16 };
+    const struct kern_attn_form form = { .pack_q = pack_q_bf16, .qk = qk_bf16, .softmax = softmax_bf16, .pv = pv_bf16 };
     f->prefill[KERN_KV_BF16] = f->decode[KERN_KV_BF16] = form;
     f->prefill[KERN_KV_INT8] = f->decode[KERN_KV_INT8] = form;
     f->prefill[KERN_KV_INT8].panel = f->decode[KERN_KV_INT8].panel = panel_int8;

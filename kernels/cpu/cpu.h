@@ -42,7 +42,7 @@ static inline size_t cpu_kv_index(const struct cpu *c, int lane, int layer, int 
     return ((size_t)lane * c->d.n_layer + layer) * c->d.n_kv + head;
 }
 
-/* --- cpu.c: big allocations, 64-byte aligned, zeroed, in huge pages where the system has them --- */
+/* --- cpu_map.c: big allocations, 64-byte aligned, zeroed, in huge pages where the system has them --- */
 void *cpu_map(size_t bytes, struct skv_error *err); /* NULL with *err */
 void cpu_unmap(void *p, size_t bytes);              /* p may be NULL */
 

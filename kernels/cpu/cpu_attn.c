@@ -4,6 +4,7 @@
  * A unit is (segment, KV head). Its query rows are packed query-major, row = query * g + j for the j-th head of the
  * group, so that K and V are read once for the whole group.
  *
+ *   prefill          pages become panels where the form wants them (cpu_panels.c)
  *   prefill pass 1   tasks (unit, block of queries): FlashAttention-2 over the key blocks in page order
  *   prefill pass 2   tasks (unit, key block): the block stays, the scored rows pass by in ascending order; one task
  *                    owns a column of the score row, so the sum needs no atomics and has one order
@@ -22,7 +23,7 @@
 #include "kernels/cpu/cpu_attn.h"
 
 #define SLOTS       KERN_PAGE_SLOTS
-#define BLOCK_ROWS  96                  /* packed rows of a pass-1 task: at least, */
+#define BLOCK_ROWS  96                  /* packed rows of a pass-1 task that finds its panels; else at least, */
 #define BLOCK_MAX   384                 /* at most (their o and q stay in L2), */
 #define BLOCK_TASKS 4                   /* and about so that each thread gets this many tasks */
 #define DECODE_WORK ((size_t)16 << 20)  /* bytes of split records, unless one lane needs more */
@@ -63,9 +64,9 @@ static int scratch_init(struct cpu *c, struct cpu_attn_work *aw)
 {
     int n = c->cfg.n_threads;
     size_t rows = (size_t)block_queries(c, BLOCK_MAX) * c->g;
-    size_t panel = KERN_ATTN_PAGES * KERN_ATTN_PANEL_BYTES(aw->hd);
+    size_t panel = KERN_ATTN_PAGES * KERN_ATTN_PANEL_BYTES(aw->hd); /* enough for prefill's and decode's form */
     size_t q = (size_t)(c->g > KERN_ATTN_TILE ? c->g : KERN_ATTN_TILE) * KERN_ATTN_Q_BYTES(aw->hd);
-    size_t p = KERN_ATTN_TILE * KERN_ATTN_P_BYTES;
+    size_t p = KERN_ATTN_WORK_BYTES;
     size_t s = sizeof(float) * KERN_ATTN_TILE * KERN_ATTN_BLOCK;
     size_t o = align64(rows * aw->hd * sizeof(float)), ml = align64(rows * sizeof(float));
     size_t each = panel + q + p + s + o + 2 * ml;
@@ -111,7 +112,7 @@ int cpu_attn_init(struct cpu *c, struct skv_error *err)
     aw->first = cpu_attn_alloc(aw, units + 1, sizeof *aw->first);
     aw->left = cpu_attn_alloc(aw, units, sizeof *aw->left);
     if (!aw->q || !aw->m || !aw->inv_l || !aw->score || !aw->rec || !aw->first || !aw->left ||
-        scratch_init(c, aw) || cpu_select_init(c) || cpu_ring_init(c)) {
+        scratch_init(c, aw) || cpu_select_init(c) || cpu_panels_init(c) || cpu_ring_init(c)) {
         cpu_attn_fini(c);
         return skv_fail(err, SKV_NO_MEMORY, "no memory for attention (%zu bytes)", aw->bytes);
     }
@@ -124,6 +125,7 @@ void cpu_attn_fini(struct cpu *c)
     if (!aw)
         return;
     cpu_select_fini(c);
+    cpu_panels_fini(c);
     free(aw->ring);
     free(aw->scratch);
     free(aw->scratch_mem);
@@ -145,8 +147,7 @@ size_t cpu_attn_bytes(const struct cpu *c)
 
 /* ---- units, blocks, tiles ---------------------------------------------------------------------------- */
 
-/* The unit of a task: the last u with first[u] <= item. */
-static int unit_of(const struct cpu_attn_work *aw, int n_unit, int item)
+int cpu_attn_unit(const struct cpu_attn_work *aw, int n_unit, int item)
 {
     int lo = 0, hi = n_unit;
     while (hi - lo > 1) {
@@ -171,7 +172,7 @@ static int own_slot(const struct ops_seg *seg, int head, int row)
 }
 
 void cpu_attn_block(const struct cpu *c, const struct kern_attn_form *form, const uint32_t *table, int slot0, int n,
-                    unsigned char *panel, struct kern_attn_block *b)
+                    const unsigned char *made, unsigned char *panel, struct kern_attn_block *b)
 {
     const struct kern_page_layout *pl = &c->kv.page;
     size_t panel_bytes = KERN_ATTN_PANEL_BYTES(pl->hd);
@@ -184,8 +185,9 @@ void cpu_attn_block(const struct cpu *c, const struct kern_attn_form *form, cons
         b->k_scale[i] = scaled ? (const float *)(page + pl->k_scale) : NULL;
         b->v_scale[i] = scaled ? (const float *)(page + pl->v_scale) : NULL;
         if (form->panel) {
-            form->panel(pl, page, panel + i * panel_bytes);
-            b->k[i] = panel + i * panel_bytes;
+            if (!made)
+                form->panel(pl, page, i, panel);
+            b->k[i] = (made ? made : panel) + i * panel_bytes;
             b->v[i] = b->k[i] + panel_bytes / 2;
         } else {
             b->k[i] = page + pl->k;
@@ -250,25 +252,31 @@ static void put_group(const struct cpu *c, int row, int head, const float *o, co
 {
     float *out = c->att + (size_t)row * c->d.n_head * c->d.head_dim + (size_t)head * c->g * c->d.head_dim;
     for (int j = 0; j < c->g; j++)
-        for (int d = 0; d < c->d.head_dim; d++)
-            out[j * c->d.head_dim + d] = o[j * c->aw->hd + d] * inv_l[j];
+        c->isa->att.scaled(o + j * c->aw->hd, inv_l[j], c->d.head_dim, out + j * c->d.head_dim);
 }
 
 static void prefill_block(const struct cpu *c, const struct kern_attn_form *form, const struct attn_rows *t,
                           struct kern_attn_block *b, int slot0, struct attn_scratch *w)
 {
     int own = own_slot(t->seg, t->head, t->row0), n_row = t->n * c->g;
-    int32_t seen[KERN_ATTN_TILE];
+    int tile = form->attend ? KERN_ATTN_ROWS : KERN_ATTN_TILE;
+    int32_t seen[KERN_ATTN_ROWS];
     float alpha[KERN_ATTN_TILE];
 
-    for (int r = 0; r < n_row; r += KERN_ATTN_TILE) {
-        int n = min_int(n_row - r, KERN_ATTN_TILE);
+    for (int r = 0; r < n_row; r += tile) {
+        int n = min_int(n_row - r, tile);
+        const unsigned char *q = t->q + r * KERN_ATTN_Q_BYTES(b->hd);
+        float *o = w->o + (size_t)r * b->hd;
         b->n_page = tile_seen(own, c->g, r, n, slot0, seen);
         if (b->n_page == 0)
             continue;
-        form->qk(b, t->q + r * KERN_ATTN_Q_BYTES(b->hd), n, w->s);
+        if (form->attend) {
+            form->attend(b, q, n, seen, w->m + r, w->l + r, o, w->p);
+            continue;
+        }
+        form->qk(b, q, n, w->s);
         form->softmax(b, w->s, n, seen, w->m + r, w->l + r, alpha, w->p);
-        form->pv(b, w->p, n, alpha, w->o + (size_t)r * b->hd);
+        form->pv(b, w->p, n, alpha, o);
     }
 }
 
@@ -278,7 +286,7 @@ static void prefill_task(void *arg, int item, int worker)
     const struct cpu *c = job->c;
     const struct kern_attn_form *form = &c->isa->att.prefill[c->kv.page.dtype];
     struct attn_scratch *w = &c->aw->scratch[worker];
-    int unit = unit_of(c->aw, job->n_unit, item);
+    int unit = cpu_attn_unit(c->aw, job->n_unit, item);
     const struct ops_seg *seg = &job->seg[unit / c->d.n_kv];
     /* The last block of queries sees most keys: it goes first. */
     int block = c->aw->first[unit + 1] - 1 - item;
@@ -297,7 +305,8 @@ static void prefill_task(void *arg, int item, int worker)
     const uint32_t *table = c->kv.table + cpu_kv_index(c, seg->lane, job->layer, t.head) * c->kv.max_pages;
     for (int slot0 = 0; slot0 < n_slot; slot0 += KERN_ATTN_BLOCK) {
         struct kern_attn_block b;
-        cpu_attn_block(c, form, table, slot0, n_slot - slot0, w->panel, &b);
+        const unsigned char *made = cpu_panels_at(c, unit / c->d.n_kv, t.head, slot0);
+        cpu_attn_block(c, form, table, slot0, n_slot - slot0, made, w->panel, &b);
         prefill_block(c, form, &t, &b, slot0, w);
     }
     for (int i = 0; i < n_row; i++) {
@@ -324,7 +333,7 @@ static void score_task(void *arg, int item, int worker)
     const struct cpu *c = job->c;
     const struct kern_attn_form *form = &c->isa->att.prefill[c->kv.page.dtype];
     struct attn_scratch *w = &c->aw->scratch[worker];
-    int unit = unit_of(c->aw, job->n_unit, item);
+    int unit = cpu_attn_unit(c->aw, job->n_unit, item);
     int slot0 = (item - c->aw->first[unit]) * KERN_ATTN_BLOCK;
     const struct ops_seg *seg = &job->seg[unit / c->d.n_kv];
     int head = unit % c->d.n_kv, end = seg->row0 + seg->n_row;
@@ -338,7 +347,7 @@ static void score_task(void *arg, int item, int worker)
     rows_at(job, unit, row0, end - row0, &t);
     int n_slot = own_slot(seg, head, end - 1) + 1 - slot0, own = own_slot(seg, head, row0);
     const uint32_t *table = c->kv.table + cpu_kv_index(c, seg->lane, job->layer, head) * c->kv.max_pages;
-    cpu_attn_block(c, form, table, slot0, n_slot, w->panel, &b);
+    cpu_attn_block(c, form, table, slot0, n_slot, cpu_panels_at(c, unit / c->d.n_kv, head, slot0), w->panel, &b);
     for (int r = 0, n; r < t.n * c->g; r += n) {
         n = min_int(t.n * c->g - r, KERN_ATTN_TILE);
         b.n_page = tile_seen(own, c->g, r, n, slot0, seen);
@@ -355,9 +364,11 @@ void cpu_attn_rows(struct cpu *c, int layer, const struct ops_pass *pass)
     int *first = c->aw->first, n_kv = c->d.n_kv;
     struct attn_job job = { c, pass, NULL, pass->seg, pass->n_seg * n_kv, layer };
 
-    /* Long blocks of queries, so that panels are made for many rows. No result depends on where they are cut. */
+    /* Long blocks of queries where each makes its panels. No result depends on where they are cut. */
     int rows = (int)((int64_t)pass->n_row * c->d.n_head / (BLOCK_TASKS * c->cfg.n_threads));
-    rows = rows < BLOCK_ROWS ? BLOCK_ROWS : min_int(rows, BLOCK_MAX);
+    if (cpu_panels_make(c, layer, pass) || rows < BLOCK_ROWS)
+        rows = BLOCK_ROWS;
+    rows = min_int(rows, BLOCK_MAX);
     c->aw->block_q = block_queries(c, rows);
     first[0] = 0;
     for (int u = 0; u < job.n_unit; u++)
@@ -517,7 +528,7 @@ static void decode_task(void *arg, int item, int worker)
     const struct cpu *c = job->c;
     const struct kern_attn_form *form = &c->isa->att.decode[c->kv.page.dtype];
     struct attn_scratch *w = &c->aw->scratch[worker];
-    int unit = unit_of(c->aw, job->n_unit, item);
+    int unit = cpu_attn_unit(c->aw, job->n_unit, item);
     const struct ops_seg *seg = &job->seg[unit / c->d.n_kv];
     int head = unit % c->d.n_kv, slot0 = (item - c->aw->first[unit]) * KERN_ATTN_BLOCK;
     size_t at = cpu_kv_index(c, seg->lane, job->layer, head);
@@ -527,7 +538,7 @@ static void decode_task(void *arg, int item, int worker)
     int32_t seen[KERN_ATTN_TILE];
     float alpha[KERN_ATTN_TILE];
 
-    cpu_attn_block(c, form, table, slot0, c->kv.len[at] - slot0, w->panel, &b);
+    cpu_attn_block(c, form, table, slot0, c->kv.len[at] - slot0, NULL, w->panel, &b);
     /* This worker's next split is likely the one after the other workers'. */
     int ahead = slot0 + workers_count(c->workers) * KERN_ATTN_BLOCK;
     for (int i = 0; i < 2 && !form->panel && ahead + i * SLOTS < c->kv.len[at]; i++)
@@ -555,6 +566,7 @@ void cpu_attn_decode(void *be, int layer, const struct ops_pass *pass, const str
     struct cpu_attn_work *aw = c->aw;
     int n_kv = c->d.n_kv, done = 0;
 
+    cpu_panels_forget(c);
     /* As many segments at a time as there are records for: all of them, unless they are very long. */
     while (done < pass->n_seg) {
         struct attn_job job = { c, pass, rule, pass->seg + done, 0, layer };

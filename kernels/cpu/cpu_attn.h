@@ -12,11 +12,13 @@ struct cpu_select_work; /* cpu_select.c */
 struct attn_scratch {
     unsigned char *panel; /* [KERN_ATTN_PAGES] */
     unsigned char *q;     /* [max(g, KERN_ATTN_TILE)] packed query rows: decode */
-    unsigned char *p;     /* [KERN_ATTN_TILE] */
+    unsigned char *p;     /* [KERN_ATTN_TILE], or what attend works with */
     float *s;             /* [KERN_ATTN_TILE][KERN_ATTN_BLOCK] */
     float *o;             /* [block rows][hd] */
     float *m, *l;         /* [block rows] */
 };
+
+struct cpu_panels; /* cpu_panels.c */
 
 struct cpu_attn_work {
     int hd, max_slots;
@@ -34,7 +36,11 @@ struct cpu_attn_work {
     struct cpu_select_work *select;
     unsigned char *ring; /* cpu_ring.c: [max_lanes][n_layer][n_kv] rings */
     size_t ring_bytes;   /* of one */
+    struct cpu_panels *panels;
 };
+
+/* The unit of a task: the last u < n_unit with aw->first[u] <= item. */
+int cpu_attn_unit(const struct cpu_attn_work *aw, int n_unit, int item);
 
 /* The score row of (lane, head): [max_slots]. */
 static inline float *cpu_score_row(const struct cpu *c, int lane, int head)
@@ -49,6 +55,17 @@ void cpu_attn_score(struct cpu *c, int layer, const struct ops_pass *pass);
 /* 64-byte aligned, counted in aw->bytes, untouched; freed with free(). NULL when there is none. */
 void *cpu_attn_alloc(struct cpu_attn_work *aw, size_t n, size_t size);
 
+/* --- cpu_panels.c: panels for all of a prefill pass --- */
+int cpu_panels_init(struct cpu *c); /* 0, or -1: no memory */
+void cpu_panels_fini(struct cpu *c);
+size_t cpu_panels_block_bytes(const struct cpu *c); /* a block's, for who makes its own */
+/* Make those of the pass's segments; false: there are none, each task makes its own. Uses aw->first. */
+bool cpu_panels_make(struct cpu *c, int layer, const struct ops_pass *pass);
+/* The panels of the block at slot0 of (segment of the pass, head), or NULL. */
+const unsigned char *cpu_panels_at(const struct cpu *c, int seg, int head, int slot0);
+/* Pages have changed otherwise than by a prefill's store. */
+void cpu_panels_forget(struct cpu *c);
+
 /* Is the position one that a rule never evicts for its own sake (pins; ascending)? */
 static inline bool cpu_pinned(const struct kern_rule *rule, int32_t pos)
 {
@@ -58,9 +75,10 @@ static inline bool cpu_pinned(const struct kern_rule *rule, int32_t pos)
     return false;
 }
 
-/* Set *b to the block of slots [slot0, slot0 + n) of a head: page pointers, or panels in `panel`. */
+/* Set *b to the block of slots [slot0, slot0 + n) of a head: page pointers, or panels: those that are there (`made`), else,
+ * made NULL, such as it makes in `panel`. */
 void cpu_attn_block(const struct cpu *c, const struct kern_attn_form *form, const uint32_t *table, int slot0, int n,
-                    unsigned char *panel, struct kern_attn_block *b);
+                    const unsigned char *made, unsigned char *panel, struct kern_attn_block *b);
 
 /* --- cpu_ring.c: the last queries of decoding lanes --- */
 /* A lane's part is first touched when it decodes under a rule with a ring. 0, or -1: no memory. */

@@ -2,24 +2,10 @@
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
-#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/cpu_attn.h"
 
 #define KV_CHUNK 16 /* rows that one task stores */
-
-/* A mapping of its own: zero pages until they are touched, and huge pages where the system has them (a page of the
- * pool is read through two or three 4 KiB pages, and the pool is far larger than the TLB's reach). */
-static unsigned char *pool_map(size_t bytes)
-{
-    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED)
-        return NULL;
-#ifdef MADV_HUGEPAGE
-    (void)madvise(p, bytes, MADV_HUGEPAGE); /* a hint: without it the pool is only slower */
-#endif
-    return p;
-}
 
 struct ops_kv *cpu_kv_init(void *be, uint32_t n_pages, struct skv_error *err)
 {
@@ -32,7 +18,7 @@ struct ops_kv *cpu_kv_init(void *be, uint32_t n_pages, struct skv_error *err)
     kern_page_layout_init(&kv->page, c->cfg.kv_dtype, c->d.head_dim);
     kv->n_pages = n_pages;
     kv->max_pages = c->cfg.max_pages;
-    if (__builtin_mul_overflow((size_t)n_pages, kv->page.bytes, &bytes) || !(c->pool = pool_map(bytes))) {
+    if (__builtin_mul_overflow((size_t)n_pages, kv->page.bytes, &bytes) || !(c->pool = cpu_map(bytes, err))) {
         skv_fail(err, SKV_NO_MEMORY, "no memory for a KV pool of %u pages of %zu bytes (--kv-memory)", n_pages,
                  kv->page.bytes);
         return NULL;
@@ -56,7 +42,7 @@ struct ops_kv *cpu_kv_init(void *be, uint32_t n_pages, struct skv_error *err)
 void cpu_kv_fini(struct cpu *c)
 {
     if (c->pool)
-        munmap(c->pool, (size_t)c->kv.n_pages * c->kv.page.bytes);
+        cpu_unmap(c->pool, (size_t)c->kv.n_pages * c->kv.page.bytes);
     c->pool = NULL;
     free(c->kv.table);
     free(c->kv.len);
@@ -72,6 +58,7 @@ void cpu_page_clear(void *be, const uint32_t *pages, int n)
         assert(pages[i] < c->kv.n_pages);
         memset(cpu_page(c, pages[i]), 0, c->kv.page.bytes);
     }
+    cpu_panels_forget(c);
 }
 
 void cpu_kv_read(void *be, int lane, int layer, int head, int32_t *pos, float *score)

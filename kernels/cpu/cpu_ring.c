@@ -105,7 +105,7 @@ static void block_score(const struct cpu *c, const struct kern_rule *rule, const
     int n_row = rule->ring * c->g, n;
 
     int n_late = late_slots(c, table, n_slot, ring->pos[row_place(rule, c->g, 0)], late, late_pos);
-    cpu_attn_block(c, form, table, 0, n_slot, w->panel, &b);
+    cpu_attn_block(c, form, table, 0, n_slot, NULL, w->panel, &b);
     for (int r = 0; r < n_row; r += n) {
         n = n_row - r < KERN_ATTN_TILE ? n_row - r : KERN_ATTN_TILE;
         pack_rows(c, form, rule, ring, r, n, w, m, inv_l, pos);

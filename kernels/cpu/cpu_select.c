@@ -489,6 +489,7 @@ void cpu_select(void *be, int lane, int layer, const struct kern_rule *rule, int
     int n_kv = c->d.n_kv;
 
     assert(n_kv <= 256 && c->d.max_context <= 1 << 24); /* key_of */
+    cpu_panels_forget(c);
     workers_run(c->workers, n_kv, prepare_head, &job);
     if (rule->budget > 0) {
         budgets(c, rule);

@@ -120,9 +120,9 @@ void kern_attn_load_v(const struct kern_page_layout *pl, const unsigned char *pa
 /* ---- the f32 form ---------------------------------------------------------------------------------- */
 
 /* The layout of an f32 page: K [hd][32], V [32][hd]. int8's padding is 0 in V and in q, so K's does not matter. */
-static void panel_f32(const struct kern_page_layout *pl, const unsigned char *page, void *panel)
+static void panel_f32(const struct kern_page_layout *pl, const unsigned char *page, int i, void *panels)
 {
-    float *k = panel, *v = k + (size_t)pl->hd * SLOTS;
+    float *k = (float *)((char *)panels + i * KERN_ATTN_PANEL_BYTES(pl->hd)), *v = k + (size_t)pl->hd * SLOTS;
     for (int d = 0; d < pl->hd; d++)
         for (int j = 0; j < SLOTS; j++)
             k[d * SLOTS + j] = k_at(pl, page, j, d);
@@ -214,9 +214,15 @@ static void probs(const float *s, int n_row, int n, const float *m, const float 
     }
 }
 
+static void scaled(const float *o, float f, int n, float *out)
+{
+    for (int i = 0; i < n; i++)
+        out[i] = o[i] * f;
+}
+
 void kern_attn_scalar(struct kern_attn_fns *f)
 {
-    const struct kern_attn_form form = { NULL, pack_q, qk, softmax, pv };
+    const struct kern_attn_form form = { .pack_q = pack_q, .qk = qk, .softmax = softmax, .pv = pv };
     for (int t = 0; t < KERN_KV_DTYPES; t++) {
         f->prefill[t] = form;
         if (t != KERN_KV_F32)
@@ -225,5 +231,6 @@ void kern_attn_scalar(struct kern_attn_fns *f)
     }
     f->colsum = colsum;
     f->probs = probs;
+    f->scaled = scaled;
     f->store = store;
 }
