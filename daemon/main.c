@@ -208,6 +208,19 @@ static int serve(struct server *s, struct skv_error *err)
     return rc;
 }
 
+/* One process of several that compute as one, and not the first: no socket and no clients, only the leader's orders. It ends when
+ * the leader does, so that an answer under way is not cut by the signal that all of them get. */
+static int follow(struct server *s, struct skv_error *err)
+{
+    signal(SIGTERM, SIG_IGN);
+    signal(SIGINT, SIG_IGN);
+    s->cfg.engine.log = engine_log;
+    if (engine_follow(&s->cfg.engine, err) != 0)
+        return -1;
+    log_line(LOG_INFO, "stopped: the leader has");
+    return EXIT_WELL;
+}
+
 static int print_only(const struct config *cfg)
 {
     if (cfg->help)
@@ -261,7 +274,7 @@ int main(int argc, char **argv)
         set_signals();
         notify_init();
         raise_descriptors();
-        rc = serve(&s, &err);
+        rc = engine_follows(&s.cfg.engine) ? follow(&s, &err) : serve(&s, &err);
         if (rc < 0) {
             rc = fail(&err);
             if (s.engine != NULL)

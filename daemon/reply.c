@@ -225,7 +225,7 @@ void reply_status(struct wire_buf *b, uint32_t msgid, const struct server *s, co
 
     engine_stats(s->engine, &st);
     wire_response(b, msgid);
-    wire_map(b, 28);
+    wire_map(b, st.steps_graph >= 0 ? 30 : 28);
     wire_kv_str(b, "version", PACKAGE_VERSION);
     wire_kv_str(b, "state", state_name(s));
     wire_kv_int(b, "uptime_ms", now_ms() - s->started_ms);
@@ -253,6 +253,10 @@ void reply_status(struct wire_buf *b, uint32_t msgid, const struct server *s, co
     wire_kv_int(b, "step_age_ms", st.step_age_ms);
     wire_kv_double(b, "step_ms_last", st.step_ms_last);
     wire_kv_double(b, "step_ms_mean", st.step_ms_mean);
+    if (st.steps_graph >= 0) { /* a GPU's */
+        wire_kv_int(b, "steps_graph", st.steps_graph);
+        wire_kv_int(b, "steps_plain", st.steps_plain);
+    }
     wire_kv_int(b, "connections", s->n_clients);
     wire_kv_int(b, "requests", s->quotas.requests);
     wire_kv_int(b, "pid", getpid());

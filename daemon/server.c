@@ -104,8 +104,14 @@ static void watch_engine(struct server *s, int64_t now)
 {
     static int64_t told;
     struct engine_stats st;
+    char why[256];
     bool stuck;
 
+    if (!s->failed && engine_failed(s->engine, why, sizeof why)) {
+        s->failed = true;
+        notify_send("STATUS=the device failed: %s\nERRNO=5", why);
+        server_shutdown(s, FLUSH_MS, "the device failed");
+    }
     engine_stats(s->engine, &st);
     stuck = st.step_age_ms > s->cfg.step_limit_ms;
     if (stuck && !s->stuck) {
@@ -223,7 +229,7 @@ int server_run(struct server *s)
         client_drop(c, DROP_SHUTDOWN, "skvd stops");
     client_reap(s);
     log_line(LOG_INFO, "stopped");
-    return 0;
+    return s->failed ? 1 : 0;
 }
 
 void server_fini(struct server *s)

@@ -79,6 +79,7 @@ struct server {
     enum server_state state;
     int64_t drain_until_ms; /* monotonic */
     int64_t started_ms;
+    bool failed;            /* the engine's device is lost: nothing to do but end */
     bool stuck;             /* the engine's last step is older than step-limit */
     struct wire_buf out;    /* scratch for one message */
     int64_t last_evicted, last_steps;

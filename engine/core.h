@@ -75,6 +75,8 @@ struct engine {
     atomic_bool draining, stop_asked;
     _Atomic int queued;        /* requests in the box, encoding or waiting */
     struct stats stats;
+    atomic_bool dead;          /* the backend has failed for good; `why` was written before */
+    char why[256];
 
     struct seq_list seqs;
     struct prefill_group group[2]; /* [0] long ones and whatever comes, [1] short ones that overtake */
@@ -91,6 +93,7 @@ struct engine {
     struct kern_rule *rule;    /* [batch] */
     float *x;                  /* decode hidden states, backend memory [batch][d_model] */
     float *logits;             /* [batch][n_vocab] */
+    struct ops_sample *pick;   /* [batch] where the backend chooses the tokens */
     float *logits_copy;        /* [batch][n_vocab] for logprobs: sampling changes the first */
     float *kept_mass;          /* [n_kv] */
     int32_t *thin_pos, *thin_row; /* [max context] thinning a prompt: positions of a head's slots, rows that go on */
@@ -105,6 +108,8 @@ struct engine {
 int64_t core_now_us(const struct engine *e);
 void core_log(struct engine *e, int level, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 int core_batch(const struct engine *e);
+/* Has the backend failed? Asked after each pass, before its results are believed. */
+bool core_failed(struct engine *e);
 static inline size_t core_head(const struct engine *e, int lane, int layer, int head)
 {
     return ((size_t)lane * e->model.src.dims.n_layer + layer) * e->model.src.dims.n_kv + head;

@@ -44,11 +44,16 @@ static void score_candidates(struct seq *s, const float *logits)
     }
 }
 
-/* On a worker: logits of row i to the sequence's next token. */
+/* On a worker: logits of row i to the sequence's next token, unless the backend has chosen it. */
 static void choose_row(void *arg, int i)
 {
     struct choice *c = arg;
     struct seq *s = c->seq[i];
+    if (c->e->ops->sample != NULL && !c->e->pick[i].host) {
+        s->n_top = 0;
+        s->next = c->e->pick[i].token;
+        return;
+    }
     float *logits = c->e->logits + (size_t)i * c->n_vocab;
 
     s->n_top = 0;
@@ -143,10 +148,25 @@ static void accept(struct engine *e, struct seq *s)
         accept_generate(e, s);
 }
 
-static void choose_all(struct engine *e, struct seq **seq, int n)
+/* The next tokens of the sequences, from rows of a hidden state. What a row's request needs decides where its token is chosen,
+ * never what runs beside it. */
+static void choose_all(struct engine *e, struct seq **seq, const float *x, const int32_t *row, int n)
 {
     struct choice c = { e, seq, e->model.src.dims.n_vocab };
 
+    for (int i = 0; e->ops->sample != NULL && i < n; i++) {
+        bool host = seq[i]->req->kind == ENGINE_SCORE || seq[i]->req->logprobs > 0;
+        if (host)
+            e->pick[i] = (struct ops_sample){ .host = true };
+        else
+            sampler_describe(seq[i]->sampler, seq[i]->n_answer, &e->pick[i]);
+    }
+    if (e->ops->sample != NULL)
+        e->ops->sample(e->be, x, row, n, e->pick, e->logits);
+    else
+        e->ops->logits(e->be, x, row, n, e->logits);
+    if (core_failed(e))
+        return;
     e->ops->host_for(e->be, n, choose_row, &c);
     stats_tokens(&e->stats, 0, n);
     for (int i = 0; i < n; i++)
@@ -184,8 +204,7 @@ void decode_first(struct engine *e, struct seq **seq, const int32_t *row, int n,
     }
     if (n_run == 0)
         return;
-    e->ops->logits(e->be, x, run_row, n_run, e->logits);
-    choose_all(e, run, n_run);
+    choose_all(e, run, x, run_row, n_run);
 }
 
 /* ---- the step -------------------------------------------------------------------------------------------- */
@@ -252,7 +271,6 @@ int decode_step(struct engine *e)
         e->row_seq[i]->n_kv++;
         e->row_seq[i]->n_step++;
     }
-    e->ops->logits(e->be, e->x, e->row_index, n, e->logits);
-    choose_all(e, e->row_seq, n);
+    choose_all(e, e->row_seq, e->x, e->row_index, n);
     return n;
 }

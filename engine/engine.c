@@ -41,7 +41,7 @@ int core_batch(const struct engine *e)
 void engine_config_default(struct engine_config *cfg)
 {
     *cfg = (struct engine_config){
-        .backend = "auto", .max_sequences = 128, .max_batch = 64, .queue_len = 256, .step_ms = 60, .session_idle_s = 1800,
+        .backend = "auto", .tp = 1, .max_sequences = 128, .max_batch = 64, .queue_len = 256, .step_ms = 60, .session_idle_s = 1800,
         .kv = { "sparse", -1, -1, -1, -1, -1, -1, -1, NULL },
     };
 }
@@ -64,6 +64,49 @@ struct engine *engine_new(const struct engine_config *cfg, struct skv_error *err
         return NULL;
     }
     return e;
+}
+
+bool engine_follows(const struct engine_config *cfg)
+{
+    const struct ops *ops = ops_find(cfg->backend != NULL ? cfg->backend : "auto");
+
+    return ops != NULL && ops->process_rank != NULL && ops->process_rank() > 0;
+}
+
+int engine_follow(const struct engine_config *cfg, struct skv_error *err)
+{
+    struct engine *e = calloc(1, sizeof *e);
+
+    if (e == NULL)
+        return skv_fail(err, SKV_NO_MEMORY, "no memory for the engine");
+    e->cfg = *cfg;
+    e->commands.fd = e->events.fd = -1;
+    TAILQ_INIT(&e->seqs);
+    int rc = init_follow(e, err);
+    init_undo(e);
+    free(e);
+    return rc;
+}
+
+bool core_failed(struct engine *e)
+{
+    if (atomic_load_explicit(&e->dead, memory_order_relaxed))
+        return true;
+    const char *why = e->ops->failed != NULL ? e->ops->failed(e->be) : NULL;
+    if (why == NULL)
+        return false;
+    snprintf(e->why, sizeof e->why, "%s", why);
+    core_log(e, 3, "the device failed, every request ends: %s", why);
+    atomic_store_explicit(&e->dead, true, memory_order_release);
+    return true;
+}
+
+bool engine_failed(const struct engine *e, char *why, size_t size)
+{
+    if (!atomic_load_explicit(&e->dead, memory_order_acquire))
+        return false;
+    snprintf(why, size, "%s", e->why);
+    return true;
 }
 
 struct engine *engine_start(const struct engine_config *cfg, struct skv_error *err)
@@ -169,6 +212,8 @@ int engine_submit(struct engine *e, struct engine_request *take, uint64_t *id, s
 
     if (work && atomic_load(&e->draining))
         return skv_fail(err, SKV_DRAINING, "the server is finishing what runs and takes no new work");
+    if (work && atomic_load_explicit(&e->dead, memory_order_acquire))
+        return skv_fail(err, SKV_INTERNAL, "the device failed: %s", e->why);
     if (atomic_load(&e->queued) >= e->cfg.queue_len) {
         skv_fail(err, SKV_OVERLOADED, "%d requests are waiting already, as many as the queue takes (queue_len decides)",
                  e->cfg.queue_len);

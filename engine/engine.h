@@ -35,6 +35,7 @@ struct engine_config {
     bool slot_values;         /* sim: tokens depend on what the KV tables hold (tests) */
     const char *isa;          /* NULL: best */
     const char *chat_template; /* NULL: the file's; else a known family's name */
+    int tp;                   /* GPUs that share the model (tensor parallel); 1 */
     int threads;              /* 0: all cores */
     int context;              /* positions a sequence may have; 0: the model's */
     int64_t kv_memory;        /* bytes; 0: a share of what is free */
@@ -55,6 +56,12 @@ void engine_config_default(struct engine_config *cfg);
 /* Load the model, place weights, take the pool, make the layer plan, start the thread. Blocking (seconds at most).
  * progress may be NULL: called with 0..1 while loading. NULL with *err (BAD_MODEL, NO_MEMORY, BAD_CONFIG). */
 struct engine *engine_start(const struct engine_config *cfg, struct skv_error *err);
+
+/* Several processes that compute as one (started by torchrun or mpirun with the cuda backend): true in those that don't lead. They
+ * have no engine: engine_follow places their part of the model and does what the leader asks for, until it ends (0) or somebody is
+ * lost (-1 with *err). */
+bool engine_follows(const struct engine_config *cfg);
+int engine_follow(const struct engine_config *cfg, struct skv_error *err);
 
 /* Stop at the next step; every request still there gets its END event (cancelled). Then join the thread. */
 void engine_stop(struct engine *e);
@@ -163,6 +170,10 @@ void engine_request_free(struct engine_request *r);
 /* Hand a request over. On success *id is set (never 0) and its events will come, ending with ENGINE_EV_END exactly
  * once; on failure (OVERLOADED, DRAINING) the request still belongs to the caller. */
 int engine_submit(struct engine *e, struct engine_request *take, uint64_t *id, struct skv_error *err);
+
+/* True when the device that computes has failed for good, with a sentence why: all requests have ended with INTERNAL or are about
+ * to, new ones are refused, and only a new engine helps. Any thread. */
+bool engine_failed(const struct engine *e, char *why, size_t size);
 
 /* These are hints that may find the id already ended. */
 void engine_cancel(struct engine *e, uint64_t id);  /* ends with code SKV_CANCELLED and what there is */
@@ -303,6 +314,7 @@ struct engine_stats {
     int64_t steps;
     int64_t step_age_ms;            /* since the last step began or ended; 0 when idle */
     double step_ms_last, step_ms_mean;
+    int64_t steps_graph, steps_plain; /* decode steps of a GPU: replayed graphs, and those launched piece by piece; -1: no GPU */
     double kept_mass;               /* -1: not measured yet */
     int64_t bytes_saved;            /* full cache minus held, of the sequences there now */
     int64_t hist_ttft[ENGINE_HIST + 1], hist_itl[ENGINE_HIST + 1], hist_queue[ENGINE_HIST + 1];

@@ -80,6 +80,7 @@ static int open_backend(struct engine *e, enum kern_kv_dtype dtype, struct skv_e
         .isa = e->cfg.isa,
         .compute_f32 = e->cfg.compute_f32,
         .kv_dtype = dtype,
+        .tp = e->cfg.tp,
         .device = e->cfg.device,
         .slot_values = e->cfg.slot_values,
         .max_lanes = e->cfg.max_sequences,
@@ -91,6 +92,9 @@ static int open_backend(struct engine *e, enum kern_kv_dtype dtype, struct skv_e
     e->ops = ops_find(e->cfg.backend != NULL ? e->cfg.backend : "auto");
     if (e->ops == NULL)
         return skv_fail(err, SKV_BAD_CONFIG, "backend \"%s\" is not in this build; cpu is", e->cfg.backend);
+    if (e->cfg.tp > 1 && strncmp(e->ops->name, "cuda", 4) != 0)
+        return skv_fail(err, SKV_BAD_CONFIG, "tp %d: only the cuda backend shares a model over devices, and %s is what computes",
+                        e->cfg.tp, e->ops->name);
     e->be = e->ops->open(&oc, &e->model.src, err);
     if (e->be == NULL)
         return -1;
@@ -171,6 +175,7 @@ static int take_arrays(struct engine *e, struct skv_error *err)
     e->slot = calloc((size_t)d->n_layer * batch * d->n_kv, sizeof *e->slot);
     e->rule = calloc(batch, sizeof *e->rule);
     e->logits = calloc(picks * (size_t)d->n_vocab, sizeof *e->logits);
+    e->pick = calloc(picks, sizeof *e->pick);
     e->logits_copy = calloc(picks * (size_t)d->n_vocab, sizeof *e->logits_copy);
     e->kept_mass = calloc((size_t)d->n_kv, sizeof *e->kept_mass);
     e->layer_evicted = calloc((size_t)d->n_layer, sizeof *e->layer_evicted);
@@ -180,7 +185,7 @@ static int take_arrays(struct engine *e, struct skv_error *err)
     e->thin_row = calloc((size_t)d->max_context, sizeof *e->thin_row);
     e->thin_score = calloc((size_t)d->max_context, sizeof *e->thin_score);
     e->thin_mark = calloc((size_t)d->max_context, sizeof *e->thin_mark);
-    if (!e->seg || !e->row_seq || !e->row_token || !e->row_index || !e->slot || !e->rule || !e->logits || !e->logits_copy ||
+    if (!e->seg || !e->row_seq || !e->row_token || !e->row_index || !e->slot || !e->rule || !e->logits || !e->logits_copy || !e->pick ||
         !e->kept_mass || !e->layer_evicted || !e->layer_dropped || !e->layer_mass || !e->thin_pos || !e->thin_row ||
         !e->thin_score || !e->thin_mark)
         return skv_fail(err, SKV_NO_MEMORY, "no memory for a step of %zu sequences", batch);
@@ -213,12 +218,9 @@ static void log_plan(struct engine *e)
     kvplan_fini(&full);
 }
 
-int init_run(struct engine *e, struct skv_error *err)
+/* The model's file, or a preset without weights. */
+static int open_model(struct engine *e, struct skv_error *err)
 {
-    enum kern_kv_dtype dtype;
-
-    if (check_config(e, err) < 0 || choose_dtype(e, &dtype, err) < 0)
-        return -1;
     if (e->cfg.model == NULL)
         return skv_fail(err, SKV_BAD_CONFIG, "no model: name a GGUF file with --model");
     if (preset_named(e->cfg.model)) {
@@ -229,12 +231,31 @@ int init_run(struct engine *e, struct skv_error *err)
     } else if (model_open(&e->model, e->cfg.model, e->cfg.chat_template, e->cfg.context, err) < 0) {
         return -1;
     }
+    return 0;
+}
+
+int init_run(struct engine *e, struct skv_error *err)
+{
+    enum kern_kv_dtype dtype;
+
+    if (check_config(e, err) < 0 || choose_dtype(e, &dtype, err) < 0 || open_model(e, err) < 0)
+        return -1;
     if (e->model.chat == NULL)
         core_log(e, 4, "%s", e->model.chat_error.msg);
     if (resolve_plan(e, err) < 0 || open_backend(e, dtype, err) < 0 || take_pool(e, dtype, err) < 0 || take_arrays(e, err) < 0)
         return -1;
     log_plan(e);
     return 0;
+}
+
+int init_follow(struct engine *e, struct skv_error *err)
+{
+    enum kern_kv_dtype dtype;
+
+    if (check_config(e, err) < 0 || choose_dtype(e, &dtype, err) < 0 || open_model(e, err) < 0 || open_backend(e, dtype, err) < 0)
+        return -1;
+    core_log(e, 6, "follows rank 0: %s", e->detail);
+    return e->ops->follow(e->be, err);
 }
 
 void init_undo(struct engine *e)
@@ -255,6 +276,7 @@ void init_undo(struct engine *e)
     free(e->rule);
     free(e->logits);
     free(e->logits_copy);
+    free(e->pick);
     free(e->kept_mass);
     free(e->layer_evicted);
     free(e->layer_dropped);

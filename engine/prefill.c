@@ -322,6 +322,8 @@ static void unit_run(struct engine *e, struct prefill_group *g)
             if (g->seq[i] != NULL)
                 layer_begin(e, g->seq[i], g->layer);
     unit_forward(e, g);
+    if (core_failed(e))
+        return;
     if (++g->tile == g->n_tile) {
         for (int i = 0; i < g->n_seq; i++)
             if (g->seq[i] != NULL)
@@ -376,6 +378,6 @@ bool prefill_slice(struct engine *e, int64_t deadline_us)
             return any;
         unit_run(e, g);
         any = true;
-    } while (core_now_us(e) < deadline_us);
+    } while (!core_failed(e) && core_now_us(e) < deadline_us);
     return any;
 }

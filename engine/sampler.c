@@ -12,8 +12,9 @@
 #include <sys/random.h>
 
 #include "engine/sampler.h"
+#include "kernels/ops.h"
 
-#define RECENT 64
+#define RECENT OPS_SAMPLE_PENS
 #define BLOCK  16
 #define LOWEST (-1e30f)
 
@@ -76,10 +77,15 @@ void sampler_accept(struct sampler *s, int32_t token)
 
 /* ---- penalties ------------------------------------------------------------------------------------------ */
 
+static bool penalizes(const struct engine_sampling *set)
+{
+    return set->repeat_penalty != 1.0f || set->presence_penalty != 0.0f || set->frequency_penalty != 0.0f;
+}
+
 static void penalize(const struct sampler *s, float *logits)
 {
     const struct engine_sampling *set = &s->set;
-    if (set->repeat_penalty == 1.0f && set->presence_penalty == 0.0f && set->frequency_penalty == 0.0f)
+    if (!penalizes(set))
         return;
     for (int i = 0; i < s->n_recent; i++) {
         int32_t id = s->recent[i];
@@ -361,6 +367,27 @@ int32_t sampler_pick(struct sampler *s, float *logits, int i)
         if (s->cand[j].logit >= floor)
             s->cand[kept++] = s->cand[j];
     return draw(s->cand, kept, max, set->temperature, uniform(set->seed, (uint64_t)i));
+}
+
+void sampler_describe(const struct sampler *s, int i, struct ops_sample *out)
+{
+    const struct engine_sampling *set = &s->set;
+
+    *out = (struct ops_sample){
+        .top_k = limits_k(set, s->n_vocab) ? set->top_k : 0, .temperature = set->temperature, .top_p = set->top_p,
+        .min_p = set->min_p, .repeat = set->repeat_penalty, .presence = set->presence_penalty,
+        .frequency = set->frequency_penalty, .u = uniform(set->seed, (uint64_t)i) };
+    for (int k = 0; penalizes(set) && k < s->n_recent; k++) {
+        int32_t id = s->recent[k];
+        int at = 0;
+        if (id < 0 || id >= s->n_vocab)
+            continue;
+        while (at < out->n_pen && out->pen[at].token != id)
+            at++;
+        out->pen[at].token = id;
+        out->pen[at].count += 1;
+        out->n_pen += at == out->n_pen;
+    }
 }
 
 /* ---- log-probabilities ---------------------------------------------------------------------------------- */

@@ -30,6 +30,10 @@ void sampler_accept(struct sampler *s, int32_t token);
  * -1 when every logit is NaN or -inf. Allocates nothing, sorts at most what top_k left. */
 int32_t sampler_pick(struct sampler *s, float *logits, int i);
 
+/* What a backend needs to choose the i-th token itself (ops.h). */
+struct ops_sample;
+void sampler_describe(const struct sampler *s, int i, struct ops_sample *out);
+
 /* Natural-log probabilities of the model's own distribution (before temperature and penalties): of `token` (returned;
  * any id outside the vocabulary: -1e30), and the top n <= n_vocab, descending, ties by lower id, into ids / lp [n].
  * logits [n_vocab] as the model gave them. -inf is given as -1e30, NaN counts as -inf. */

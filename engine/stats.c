@@ -23,6 +23,8 @@ void stats_init(struct stats *s)
     memset(s, 0, sizeof *s);
     s->t_start = now_us();
     SET(s->mass_ppm, -1);
+    SET(s->steps_graph, -1);
+    SET(s->steps_plain, -1);
 }
 
 /* The ring slot of the second that now is in; the first writer of a new second clears it. */
@@ -110,6 +112,8 @@ void stats_read(const struct stats *s, struct engine_stats *out)
     out->evicted = GET(s->evicted);
     out->steps = GET(s->steps);
     out->step_age_ms = GET(s->busy) ? (now - GET(s->step_t)) / 1000 : 0;
+    out->steps_graph = GET(s->steps_graph);
+    out->steps_plain = GET(s->steps_plain);
     out->step_ms_last = (double)GET(s->step_us_last) * 1e-3;
     out->step_ms_mean = out->steps > 0 ? (double)GET(s->step_us_sum) * 1e-3 / (double)out->steps : 0;
     out->kept_mass = mass < 0 ? -1 : mass * 1e-6;

@@ -33,6 +33,12 @@ static void count(struct engine *e)
     atomic_store_explicit(&e->stats.idle_sessions, idle, memory_order_relaxed);
     atomic_store_explicit(&e->stats.pages_used, pages_used(e->pages), memory_order_relaxed);
     atomic_store_explicit(&e->stats.bytes_saved, saved, memory_order_relaxed);
+    if (e->ops->steps != NULL) {
+        int64_t graph, plain;
+        e->ops->steps(e->be, &graph, &plain);
+        atomic_store_explicit(&e->stats.steps_graph, graph, memory_order_relaxed);
+        atomic_store_explicit(&e->stats.steps_plain, plain, memory_order_relaxed);
+    }
     atomic_store_explicit(&e->stats.mass_ppm, n_mass > 0 ? (int)(mass / n_mass * 1e6) : -1, memory_order_relaxed);
 }
 
@@ -59,6 +65,22 @@ static bool decode_pending(const struct engine *e)
     return false;
 }
 
+/* The backend has failed for good: nobody's answer can go on. */
+static void end_all(struct engine *e)
+{
+    struct seq *s, *next;
+
+    for (s = TAILQ_FIRST(&e->seqs); s != NULL; s = next) {
+        next = TAILQ_NEXT(s, link);
+        if (s->state == SEQ_IDLE)
+            continue;
+        s->session[0] = '\0'; /* what its slots hold is not known */
+        sched_fail(e, s, SKV_INTERNAL, "the device failed: %s", e->why);
+    }
+    while ((s = TAILQ_FIRST(&e->seqs)) != NULL)
+        sched_drop_session(e, s, true);
+}
+
 /* Decode first, so that running sequences keep their pace; prompts get what step_ms leaves, at least one unit. */
 static bool step(struct engine *e)
 {
@@ -69,7 +91,7 @@ static bool step(struct engine *e)
         return false;
     stats_step_begin(&e->stats);
     any = decode_step(e) > 0;
-    any = prefill_slice(e, deadline) || any;
+    any = (!core_failed(e) && prefill_slice(e, deadline)) || any;
     for (int l = 0; l < e->model.src.dims.n_layer; l++)
         if (e->layer_dropped[l] != e->layer_evicted[l]) {
             atomic_fetch_add_explicit(&e->stats.evicted, e->layer_evicted[l] - e->layer_dropped[l], memory_order_relaxed);
@@ -104,7 +126,9 @@ bool step_once(struct engine *e, int *wait_ms)
     text_run(e);
     *wait_ms = sched_expire(e);
     sched_admit(e);
-    bool worked = step(e);
+    bool worked = !core_failed(e) && step(e);
+    if (core_failed(e))
+        end_all(e);
     count(e);
     return worked || text_pending(e);
 }

@@ -6,6 +6,8 @@
 
 /* Model, backend, pool, layer plan (phase 1). On failure what there is stays for init_undo. */
 int init_run(struct engine *e, struct skv_error *err);
+/* Of a process that follows another: place its part of the model and follow to the end. */
+int init_follow(struct engine *e, struct skv_error *err);
 void init_undo(struct engine *e);
 
 /* All of engine_start but the thread: the caller runs the steps (deterministic tests, the planner). */

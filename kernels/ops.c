@@ -9,13 +9,16 @@ static const struct ops *const backends[] = { &ops_cpu, &ops_sim };
 /* "auto": the GPU where there is one; that there is none is said once, for whoever expected it. */
 static const struct ops *best(void)
 {
+    static bool said;
     char why[128];
 
     if (&ops_cuda == NULL || strcmp(ops_cuda.name, "cuda") != 0)
         return &ops_cpu;
     if (ops_cuda_usable(why, sizeof why))
         return &ops_cuda;
-    fprintf(stderr, "skvd: %s: running on the CPU\n", why);
+    if (!said)
+        fprintf(stderr, "skvd: %s: running on the CPU\n", why);
+    said = true;
     return &ops_cpu;
 }
 

@@ -73,6 +73,7 @@ struct ops_config {
     int max_lanes;                /* rows of the KV state arrays */
     int max_rows;                 /* rows of the largest pass: >= OPS_TILE and >= decode batch */
     int max_pages;                /* page-table entries per (lane, layer, head) */
+    int tp;                       /* cuda: devices that share the model; 0 and 1: one */
     const char *device;           /* sim: whose time is counted (kernels/sim/device.c); NULL: its first */
     bool slot_values;             /* sim: a value in each slot, so that tokens depend on what the tables hold */
 };
@@ -160,6 +161,20 @@ struct kern_rule {
     bool burst;
 };
 
+/* How a row's next token is chosen, where the backend does it (engine/sampler.h: the rules and their order). */
+#define OPS_SAMPLE_PENS 64
+struct ops_sample {
+    bool host;           /* in: the row's logits are wanted instead */
+    int top_k;           /* 0: all */
+    float temperature, top_p, min_p, repeat, presence, frequency;
+    double u;            /* the random number of a draw, [0, 1) */
+    int n_pen;
+    struct {
+        int32_t token, count;
+    } pen[OPS_SAMPLE_PENS]; /* the last tokens, each once, and how often it is there */
+    int32_t token;       /* out; -1: no number among the logits */
+};
+
 /* ---- the table ------------------------------------------------------------------------------------ */
 
 struct ops {
@@ -234,6 +249,25 @@ struct ops {
     /* Bytes that the pool may take of the backend's own memory, its overhead already off; NULL: host memory, which the
      * engine measures. */
     size_t (*pool_room)(void *be);
+
+    /* As logits, but the backend chooses the tokens, and only the logits of the rows with s[i].host come back: logits[i]. A draw
+     * takes the candidates by falling probability (lower token first), so it differs from the host's draw of the same u. NULL:
+     * the engine chooses from logits. */
+    void (*sample)(void *be, const float *x, const int32_t *row, int n, struct ops_sample *s, float *logits);
+
+    /* Why nothing can be computed any more (a device's errors stay), or NULL while all is well; valid until close. From then
+     * on every operation but this and close does nothing, and what it should have filled is undefined. The engine asks before
+     * it believes a pass's results. NULL: the backend can't fail in a pass. */
+    const char *(*failed)(void *be);
+    /* Decode steps that one replayed graph ran, and those launched kernel by kernel. NULL: there are no graphs. */
+    void (*steps)(void *be, int64_t *graph, int64_t *plain);
+
+    /* Where several processes compute as one (the environment of torchrun or mpirun): this one's place. 0: it leads, or is alone,
+     * and has an engine. NULL: never several. */
+    int (*process_rank)(void);
+    /* A process that doesn't lead, after open: do what the leader asks for until it ends. 0: it has ended in order; -1: it, or the
+     * device, is lost. */
+    int (*follow)(void *be, struct skv_error *err);
 };
 
 extern const struct ops ops_cpu, ops_sim;

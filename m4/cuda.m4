@@ -3,7 +3,7 @@ dnl found is said in the summary. Sanitizer builds leave it out unless asked: AS
 dnl addresses. Variables: NVCC CUDA_DIR CUDA_CPPFLAGS CUDA_LIBS CUDA_ARCHS, conditionals HAVE_CUDA HAVE_NVCC HAVE_NCCL.
 AC_ARG_WITH([cuda],
   [AS_HELP_STRING([--with-cuda@<:@=DIR@:>@], [build the CUDA backend, with the toolkit in DIR (default: where nvcc is found)])],
-  [], [with_cuda=no])
+  [], [with_cuda=auto])
 AC_ARG_WITH([cuda-archs],
   [AS_HELP_STRING([--with-cuda-archs=LIST], [compute capabilities that get machine code (default: "80 90"; newer devices compile the last one's PTX)])],
   [], [with_cuda_archs="80 90"])
@@ -30,6 +30,20 @@ AS_IF([test "x$with_cuda" != xno], [
     done
     AS_IF([test -z "$skv_cuda_missing"], [skv_cuda=yes],
       [skv_cuda_summary="no ($NVCC is there, but not:$skv_cuda_missing)"])
+    AS_IF([test $skv_cuda = yes], [
+      AC_MSG_CHECKING([whether $NVCC compiles for this C++ compiler and sm $with_cuda_archs])
+      skv_gencode=
+      for skv_arch in $with_cuda_archs; do
+        skv_gencode="$skv_gencode -gencode arch=compute_$skv_arch,code=sm_$skv_arch"
+      done
+      echo '__global__ void f(int *p) { *p = 1; } void g(int *p) { f<<<1, 1>>>(p); }' >conftest.cu
+      AS_IF([$NVCC -std=c++17 $skv_gencode -c -o conftest.o conftest.cu >&AS_MESSAGE_LOG_FD 2>&1],
+        [AC_MSG_RESULT([yes])],
+        [AC_MSG_RESULT([no])
+         skv_cuda=no
+         skv_cuda_summary="no ($NVCC is there, but does not compile a kernel: see config.log)"])
+      rm -f conftest.cu conftest.o
+    ])
     AS_IF([test -r "$CUDA_DIR/include/nccl.h" && test -r "$CUDA_LIB/libnccl.so"], [skv_nccl=yes])
   ], [skv_cuda_summary="no (no nvcc)"])
   AS_IF([test "x$with_cuda" != xauto && test $skv_cuda = no],

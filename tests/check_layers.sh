@@ -37,7 +37,7 @@ only 'msgpack' '^protocol/'
 only 'cuda|cublas|nccl' '^kernels/cuda/'
 only 'immintrin\.h|x86intrin\.h' '^kernels/avx(2|512)/'
 only 'arm_neon\.h' '^kernels/neon/'
-only 'sys/(socket|un)\.h|netinet/' '^(daemon|clients|protocol)/'
+only 'sys/(socket|un)\.h|netinet/' '^(daemon|clients|protocol)/|^kernels/cuda/nodes\.cu'
 
 # only libskv exports skv_*; what others share is in protocol/error.h
 found=$(grep -rlE '^[a-z].*\bskv_[a-z_]+\(' --include='*.h' kernels engine daemon protocol clients 2>/dev/null |

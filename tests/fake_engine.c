@@ -6,6 +6,7 @@
  *   pre=0      ms of "prefill" before the first       big=0      bytes of text in each token instead
  *   fail=CODE  end with that code after n tokens      eos=1      finish with eos rather than length
  *   wedge=MS   the engine's thread sleeps once        touch=1    read the last page of the model file at every token
+ *   dead=1     the device is lost from now on
  * A token is a byte; a model is any file. Sessions are remembered by uid and name until killed. */
 #include <errno.h>
 #include <fcntl.h>
@@ -36,7 +37,7 @@ struct job {
     int64_t submitted, next;
     int given, n, delay, big;
     enum skv_code fail;
-    bool eos, paused, cancelled, running, prefilled, touch;
+    bool eos, paused, cancelled, running, prefilled, touch, dead;
     int wedge;
     char *text;
     size_t text_len;
@@ -63,7 +64,7 @@ struct engine {
     TAILQ_HEAD(, session) sessions;
     STAILQ_HEAD(, pending) events;
     int fd, running;
-    bool stop, draining;
+    bool stop, draining, dead;
     uint64_t next_id;
     struct engine_stats st;
     int64_t started, step_began;
@@ -83,6 +84,7 @@ void engine_config_default(struct engine_config *cfg)
 {
     memset(cfg, 0, sizeof *cfg);
     cfg->backend = "cpu";
+    cfg->tp = 1;
     cfg->max_sequences = 64;
     cfg->max_batch = 32;
     cfg->queue_len = 256;
@@ -267,6 +269,7 @@ static void read_script(struct job *j)
     j->eos = script_int(s, n, "eos", 0) != 0;
     j->wedge = script_int(s, n, "wedge", 0);
     j->touch = script_int(s, n, "touch", 0) != 0;
+    j->dead = script_int(s, n, "dead", 0) != 0;
     if (script_value(s, n, "fail", code, sizeof code) != NULL)
         j->fail = skv_code_from_name(code);
     j->next = j->submitted + script_int(s, n, "pre", 0);
@@ -719,6 +722,7 @@ int engine_submit(struct engine *e, struct engine_request *r, uint64_t *id, stru
         j->r = r;
         j->submitted = clock_ms();
         read_script(j);
+        e->dead = e->dead || j->dead;
         TAILQ_INSERT_TAIL(&e->jobs, j, link);
         j = NULL;
     } else {
@@ -799,6 +803,31 @@ bool engine_draining(const struct engine *e)
     return on;
 }
 
+bool engine_follows(const struct engine_config *cfg)
+{
+    (void)cfg;
+    return false;
+}
+
+int engine_follow(const struct engine_config *cfg, struct skv_error *err)
+{
+    (void)cfg;
+    return skv_fail(err, SKV_INTERNAL, "the scripted engine never follows");
+}
+
+/* A prompt that says dead=1: from then on the device is lost. */
+bool engine_failed(const struct engine *e, char *why, size_t size)
+{
+    struct engine *m = (struct engine *)(uintptr_t)e;
+
+    pthread_mutex_lock(&m->mu);
+    bool dead = e->dead;
+    pthread_mutex_unlock(&m->mu);
+    if (dead)
+        snprintf(why, size, "the script said so");
+    return dead;
+}
+
 void engine_stats(const struct engine *e, struct engine_stats *out)
 {
     struct engine *m = (struct engine *)(uintptr_t)e;
@@ -819,6 +848,7 @@ void engine_stats(const struct engine *e, struct engine_stats *out)
     out->pages_free = PAGES_TOTAL - out->running;
     out->step_age_ms = e->step_began != 0 && out->running > 0 ? clock_ms() - e->step_began : 0;
     out->kept_mass = -1;
+    out->steps_graph = out->steps_plain = -1;
     out->step_ms_mean = 1;
     pthread_mutex_unlock(&m->mu);
 }

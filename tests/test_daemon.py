@@ -698,6 +698,21 @@ def test_truncated_model():
 
 
 @own
+def test_a_lost_device_ends_the_service():
+    d = daemon()
+    with d.peer() as p:
+        slow = p.start("generate", prompt="n=1000 delay=20", stream=False)
+        refused = p.start("generate", prompt="dead=1 fail=internal", stream=False)
+        for msgid in refused, slow:
+            m = p.wait(msgid)
+            assert m[2] is not None and m[2]["code"] in ("internal", "cancelled"), m
+    assert d.p.wait(10) == 1
+    assert "the device failed" in d.log()
+    d.stop()
+    assert not os.path.exists(d.sock)
+
+
+@own
 def test_wedged_engine_shows():
     d = daemon("--step-limit", "200ms")
     try:

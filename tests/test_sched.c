@@ -664,6 +664,54 @@ START_TEST(paused)
 }
 END_TEST
 
+/* ---- a device that fails ---------------------------------------------------------------------------------------------- */
+
+static int passes_left;
+
+static const char *fails_later(void *be)
+{
+    (void)be;
+    return passes_left-- > 0 ? NULL : "it fell off the bus";
+}
+
+/* Whenever it happens: every request ends once, no page stays, what comes later is refused with the reason. */
+START_TEST(lost_device)
+{
+    for (int n = 0; n < 60; n++) {
+        struct engine_config cfg;
+        struct ops broken;
+        struct rig r;
+        char why[256];
+
+        rig_config(&cfg);
+        rig_start(&r, &cfg);
+        broken = *r.e->ops;
+        broken.failed = fails_later;
+        r.e->ops = &broken;
+        passes_left = 1 << 30;
+        struct engine_request *q = rig_generate(100, 99, 4);
+        q->session = strdup("s");
+        rig_submit(&r, q);
+        rig_run(&r);
+        ck_assert_int_eq(r.req[0].code, SKV_OK);
+        passes_left = n;
+        for (int i = 0; i < 6; i++)
+            rig_submit(&r, rig_generate(i % 3 == 0 ? 700 : 30, (uint32_t)i, 20));
+        rig_run(&r);
+        ck_assert(engine_failed(r.e, why, sizeof why));
+        ck_assert_str_eq(why, "it fell off the bus");
+        for (int i = 1; i < r.n; i++) {
+            ck_assert_int_eq(r.req[i].code, SKV_INTERNAL);
+            ck_assert_ptr_nonnull(strstr(r.req[i].message, why));
+        }
+        int late = rig_submit(&r, rig_generate(10, 1, 1));
+        ck_assert_int_eq(r.req[late].code, SKV_INTERNAL);
+        ck_assert_ptr_null(TAILQ_FIRST(&r.e->seqs));
+        stop(&r);
+    }
+}
+END_TEST
+
 int main(void)
 {
     Suite *s = suite_create("sched");
@@ -691,6 +739,7 @@ int main(void)
     tcase_add_test(c, stale_ids);
     tcase_add_test(c, two_large_prompts);
     tcase_add_test(c, paused);
+    tcase_add_test(c, lost_device);
     suite_add_tcase(s, c);
     runner = srunner_create(s);
     srunner_run_all(runner, CK_NORMAL);

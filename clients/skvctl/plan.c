@@ -35,7 +35,7 @@ const struct ctl_opt plan_opts[] = {
     { NULL, 0, 0, NULL, NULL, NULL, 0, 0 },
 };
 
-/* skvd-plan beside this program (or, in a build tree, beside the folder libtool keeps it in). */
+/* A build tree's skvd-plan: beside this program, or beside the folder libtool keeps that in. */
 static void path_beside(char *path, size_t size)
 {
     ssize_t n = readlink("/proc/self/exe", path, size - 1);
@@ -85,7 +85,7 @@ int cmd_plan(struct ctl *ctl, int argc, char **argv)
     arg[n] = NULL;
     path_beside(path, sizeof path);
     execv(path, (char **)arg);
-    execvp(PROGRAM, (char **)arg);
-    fprintf(stderr, "skvctl plan: %s is neither beside this program nor in PATH: %s\n", PROGRAM, strerror(errno));
+    execv(PKGLIBEXECDIR "/" PROGRAM, (char **)arg);
+    fprintf(stderr, "skvctl plan: %s is neither beside this program nor in %s: %s\n", PROGRAM, PKGLIBEXECDIR, strerror(errno));
     return CTL_FAILED;
 }

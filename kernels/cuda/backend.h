@@ -31,13 +31,19 @@ extern "C" {
 #define CU_DECODE_WORK ((size_t)64 << 20) // bytes of split records at most, unless one row needs more
 #define CU_BLAS_WORK   ((size_t)32 << 20)
 
-// A CUDA, cuBLAS or NCCL call failed inside a step: the device's state is lost, nothing after it can be trusted. Says what
-// and aborts; calls of open and kv_init report through *err instead.
+// A CUDA, cuBLAS or NCCL call failed inside a step: the device's state is lost, nothing after it can be trusted. Thrown
+// where it happens, caught at the border of the table of operations (backend.cu), which then does nothing any more but say
+// why (ops.failed). Calls of open and kv_init report through *err instead.
+struct cu_error {
+    char msg[200];
+};
+[[noreturn]] void cu_fail(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
 void cu_must(cudaError_t e, const char *what);
 #define CU_MUST(call) cu_must((call), #call)
 
 struct cu_layer {
     cu_weight wq, wk, wv, wo, gate, up, down;
+    cu_weight wo_own;  // the columns of wo that this rank's product takes: all, but where ranks share a KV head
     float *attn_norm, *ffn_norm, *bq, *bk, *bv, *q_norm, *k_norm, *post_attn_norm, *post_ffn_norm;
 };
 
@@ -50,12 +56,12 @@ struct cu_stage {
 
 // Where the parts of a decode step's block are; the same offsets on host and device.
 struct cu_step_at {
-    size_t token, lane, pos, row, slot, rule, pin, n_change, change, n_clear, clear, bytes;
+    size_t token, lane, pos, row, smp, pen, slot, rule, pin, n_change, change, n_clear, clear, bytes;
     int pins;
 };
 
 struct cu_rank {
-    int device, index;
+    int device, index, global; // index: in this process; global: among all ranks
     cudaStream_t st;
     cublasHandle_t blas;
     void *blas_work;
@@ -63,6 +69,7 @@ struct cu_rank {
     size_t weight_bytes, work_bytes;
 
     int kv0, n_kv, n_head;          // KV heads [kv0, kv0 + n_kv), their query heads
+    int own0, n_own;                // query heads [own0, own0 + n_own) of those go into this rank's output projection
     int ffn0, n_ffn, vocab0, n_vocab; // runs of MLP columns and of the vocabulary
     int width;                      // (n_head + 2 n_kv) * head_dim
 
@@ -84,8 +91,8 @@ struct cu_rank {
     unsigned char *meta;   // device side of a prefill pass's block
     std::vector<cu_stage> stage; // host sides, used in turn
     size_t next_stage, meta_bytes;
-    float *logits;         // [D][n_vocab]
-    float *logits_host;    // pinned
+    float *logits;         // [ranks][rows][vocab_part]: this rank's, and after the gather everybody's
+    int32_t *chosen;       // [D]; rank 0: the tokens that were chosen
     int32_t *victims, *victims_host;
 
     kv_view kv;
@@ -104,6 +111,7 @@ struct cu_rank {
 };
 
 struct cu_state {
+    uint32_t id; // from 1
     int n_row;
     float *x[CU_MAX_TP]; // one copy a rank
 };
@@ -118,9 +126,15 @@ struct cu_op {
 struct cuda {
     ops_dims d;
     ops_config cfg;
+    int vocab_part;          // tokens of the vocabulary that a rank has, the last may have fewer
+    float *logits_host;      // pinned, [D][n_vocab]
+    int32_t *chosen_host;    // pinned, [D]
     int g, R, D;             // query heads per KV head; rows of scratch; rows of a decode step at most
-    std::vector<cu_rank> rank;
-    std::vector<float> rope_freqs;
+    std::vector<cu_rank> rank; // of this process
+    int world;                 // ranks in all
+    struct cu_nodes *nodes;    // where they are several processes
+    uint32_t last_state;
+    size_t others_room;        // for the pool, in the other processes
     std::vector<cu_state> states;
     kern_page_layout page;
 
@@ -136,7 +150,8 @@ struct cuda {
     const float *step_x;
     std::map<const kern_range *, int> step_pins;
     int step_n_pin;
-    long n_graph, n_captured; // decode steps that a graph ran; graphs captured
+    int64_t n_graph, n_plain; // decode steps that a graph ran, and that were launched kernel by kernel
+    char failed[256];         // why nothing can be computed any more; empty while all is well
 };
 
 static inline size_t cu_kv_at(const cuda *c, int lane, int layer, int head)
@@ -145,6 +160,11 @@ static inline size_t cu_kv_at(const cuda *c, int lane, int layer, int head)
 }
 
 void cu_use(const cu_rank &r);
+// Wait for all that a rank's stream has been given, or for an event in it. Throws when that can't come any more.
+void cu_wait(cuda *c, cu_rank &r);
+void cu_wait_event(cuda *c, cudaEvent_t e);
+// The part of the model that rank `global` has, into r.
+void cu_rank_cut(const cuda *c, int global, cu_rank *r);
 // Device memory of the rank, freed at close; counted as weights or workspace. NULL with *err.
 void *cu_alloc(cu_rank &r, size_t bytes, bool weights, skv_error *err);
 
@@ -166,10 +186,10 @@ void cu_kv_push(cuda *c);
 // pass.cu: prefill, and what both share
 int cu_pass_init(cuda *c, skv_error *err);
 // The next block of the ring, free to be written; then its first `bytes` to r.meta.
-cu_stage &cu_stage_take(cu_rank &r);
+cu_stage &cu_stage_take(cuda *c, cu_rank &r);
 void cu_stage_send(cu_rank &r, cu_stage &s, size_t bytes);
 // Room of at least `bytes` in r.sel_work.
-void cu_sel_room(cu_rank &r, size_t bytes);
+void cu_sel_room(cuda *c, cu_rank &r, size_t bytes);
 void cu_pass_fini(cuda *c);
 float *cu_state_x(cuda *c, const cu_rank &r, const float *x);
 void cu_score_begin(void *be, int lane, int n_slot);
@@ -180,9 +200,13 @@ void cu_pass_embed(cuda *c, const ops_pass *pass, float *x);
 void cu_pass_attn_in(cuda *c, int layer, const ops_pass *pass, const float *x);
 void cu_pass_out_mlp(cuda *c, int layer, int n_row, float *x);
 rope_params cu_rope(const cuda *c, const cu_rank &r, int layer);
-void cu_gemm(cu_rank &r, const unsigned short *w, int outs, int cols, const unsigned short *a, int rows, float *y);
+// y [rows][outs] f32 = a [rows][lda] w^T, w [outs][ldw], both bf16, over `cols` columns.
+void cu_gemm(cu_rank &r, const unsigned short *w, int ldw, int outs, int cols, const unsigned short *a, int lda, int rows,
+             float *y);
 // Sum of y [n] over the ranks, in place.
 void cu_reduce(cuda *c, size_t n);
+// Everybody's part of the logits of `rows` rows to everybody.
+void cu_gather(cuda *c, int rows);
 
 // step.cu: decode
 int cu_step_init(cuda *c, skv_error *err);
@@ -196,9 +220,44 @@ void cu_graphs_forget(cu_rank &r, const float *x);
 // Run what is noted without logits. Every other operation calls it first.
 void cu_step_flush(cuda *c);
 void cu_logits(void *be, const float *x, const int32_t *row, int n, float *logits);
+void cu_choose(void *be, const float *x, const int32_t *row, int n, ops_sample *s, float *logits);
 
 // nccl.cu
 int cu_comm_init(cuda *c, skv_error *err);
 void cu_comm_fini(cuda *c);
+// Throws when a communicator has failed.
+void cu_comm_check(cuda *c);
+
+// backend.cu: operations that a follower calls too
+float *cu_state_new(void *be, int n_row, skv_error *err);
+void cu_state_free(void *be, float *state);
+void cu_state_thin(void *be, float *state, const int32_t *row, int n);
+void cu_embed_op(void *be, const ops_pass *pass, float *x);
+void cu_attn_in_op(void *be, int layer, const ops_pass *pass, const float *x, const int32_t *slot);
+void cu_attn_prefill_op(void *be, int layer, const ops_pass *pass);
+void cu_out_mlp_op(void *be, int layer, const ops_pass *pass, float *x);
+
+// follow.cu: a rank in a process of its own does what the leader's engine asks for. cu_tell_*: nothing unless this process
+// leads others. Each is called before the operation itself, so that all ranks come to the same sums.
+void cu_tell_kv_init(cuda *c, uint32_t n_pages);
+void cu_tell_clear(cuda *c, const uint32_t *pages, int n);
+void cu_tell_kv(cuda *c, int lane, int layer);
+void cu_tell_state(cuda *c, uint32_t id, int n_row); // 0 rows: freed
+void cu_tell_thin(cuda *c, const float *state, const int32_t *row, int n);
+void cu_tell_embed(cuda *c, const ops_pass *pass, const float *x);
+void cu_tell_attn_in(cuda *c, int layer, const ops_pass *pass, const float *x, const int32_t *slot);
+void cu_tell_attn_prefill(cuda *c, int layer, const ops_pass *pass);
+void cu_tell_attn_decode(cuda *c, int layer, const ops_pass *pass, const kern_rule *rule);
+void cu_tell_out_mlp(cuda *c, int layer, const ops_pass *pass, const float *x);
+void cu_tell_score(cuda *c, int lane, int n_slot);
+void cu_tell_select(cuda *c, int lane, int layer, const kern_rule *rule, int n_query);
+void cu_tell_choose(cuda *c, const float *x, const int32_t *row, int n);
+void cu_tell_flush(cuda *c);
+void cu_tell_end(cuda *c);
+// After a selection: what each process's heads kept goes to the leader.
+void cu_kept_exchange(cuda *c, int lane, int layer, float *kept_mass);
+// Positions and scores of a head that another process has; false when it is this one's.
+bool cu_kv_read_far(cuda *c, int lane, int layer, int head, int32_t *pos, float *score);
+int cu_follow(void *be, skv_error *err);
 
 #endif

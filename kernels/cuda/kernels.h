@@ -25,8 +25,8 @@ cudaError_t cu_decode_setup(void);
 
 // linear.cu
 void cu_embed(cudaStream_t st, const cu_weight &w, const int32_t *token, int n, float scale, float *x);
-// y [n][ldy] f32 = x [n][cols] f32 times the weights, kept quantised.
-void cu_qmv(cudaStream_t st, const cu_weight &w, const float *x, int n, float *y, int ldy);
+// y [n][ldy] f32 = x [n][ldx] f32 (its first `cols` columns) times the weights, kept quantised.
+void cu_qmv(cudaStream_t st, const cu_weight &w, const float *x, int ldx, int n, float *y, int ldy);
 // out [rows][cols] bf16, rows [row0, row0 + n) of the weight.
 void cu_dequant_bf16(cudaStream_t st, const cu_weight &w, int row0, int n, unsigned short *out);
 
@@ -46,6 +46,9 @@ void cu_score(cudaStream_t st, int dtype, int head_dim, const score_params &p, i
 
 // decode.cu
 void cu_decode(cudaStream_t st, int dtype, int head_dim, const dec_params &p, int n_row);
+
+// sample.cu; one block a row
+void cu_sample(cudaStream_t st, const smp_params &p, int n_row);
 
 // select.cu: begin chooses by score; rest the part that goes by a wider smoothing (cu_select_wide) or, with by_value, by
 // norms computed in between (values -> product with Wo -> norm, per head); end gathers. n_page: pages of the longest head

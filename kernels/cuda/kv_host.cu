@@ -51,6 +51,7 @@ ops_kv *cu_kv_init(void *be, uint32_t n_pages, skv_error *err)
 {
     cuda *c = static_cast<cuda *>(be);
     size_t heads = (size_t)c->cfg.max_lanes * c->d.n_layer * c->d.n_kv;
+    cu_tell_kv_init(c, n_pages);
     kern_page_layout_init(&c->page, c->cfg.kv_dtype, c->d.head_dim);
     for (cu_rank &r : c->rank)
         if (rank_init(c, r, n_pages, err))
@@ -90,41 +91,51 @@ void cu_kv_fini(cuda *c)
 void cu_page_clear(void *be, const uint32_t *pages, int n)
 {
     cuda *c = static_cast<cuda *>(be);
+    cu_tell_clear(c, pages, n);
     c->clear.insert(c->clear.end(), pages, pages + n);
 }
 
-template <class T> static void diff_one(cuda *c, int rank, int kind, size_t local, T host, T &shadow)
+// To every rank that has the head. `sub`: which of `of` numbers of the head (a table has many).
+static void note_change(cuda *c, int lane, int layer, int head, int kind, size_t of, size_t sub, uint32_t value)
 {
-    if (host == shadow)
-        return;
-    shadow = host;
-    c->change[rank].push_back({ kind, (uint32_t)local, (uint32_t)host });
+    for (const cu_rank &r : c->rank)
+        if (head >= r.kv0 && head < r.kv0 + r.n_kv) {
+            size_t local = ((size_t)lane * c->d.n_layer + layer) * r.n_kv + (head - r.kv0);
+            c->change[r.index].push_back({ kind, (uint32_t)(local * of + sub), value });
+        }
 }
 
 void cu_kv_diff(cuda *c, int lane, int layer)
 {
-    for (size_t k = 0; k < c->rank.size(); k++) {
-        const cu_rank &r = c->rank[k];
-        for (int h = 0; h < r.n_kv; h++) {
-            size_t at = cu_kv_at(c, lane, layer, r.kv0 + h);
-            size_t local = ((size_t)lane * c->d.n_layer + layer) * r.n_kv + h;
-            int pages = (c->kv.len[at] + KERN_PAGE_SLOTS - 1) / KERN_PAGE_SLOTS;
-            diff_one(c, (int)k, KV_LEN, local, c->kv.len[at], c->s_len[at]);
-            diff_one(c, (int)k, KV_CAP, local, c->kv.cap[at], c->s_cap[at]);
-            diff_one(c, (int)k, KV_VICTIM, local, c->kv.victim[at], c->s_victim[at]);
-            uint32_t *table = c->kv.table + at * c->kv.max_pages, *shadow = &c->s_table[at * c->kv.max_pages];
-            if (memcmp(table, shadow, (size_t)pages * 4) == 0)
-                continue;
-            for (int i = 0; i < pages; i++)
-                diff_one(c, (int)k, KV_TABLE, local * c->kv.max_pages + i, table[i], shadow[i]);
+    for (int h = 0; h < c->d.n_kv; h++) {
+        size_t at = cu_kv_at(c, lane, layer, h), most = c->kv.max_pages;
+        const struct {
+            int kind;
+            int32_t now, *then;
+        } one[] = { { KV_LEN, c->kv.len[at], &c->s_len[at] },
+                    { KV_CAP, c->kv.cap[at], &c->s_cap[at] },
+                    { KV_VICTIM, c->kv.victim[at], &c->s_victim[at] } };
+        for (const auto &o : one) {
+            if (o.now != *o.then)
+                note_change(c, lane, layer, h, o.kind, 1, 0, (uint32_t)o.now);
+            *o.then = o.now;
+        }
+        size_t pages = (size_t)(c->kv.len[at] + KERN_PAGE_SLOTS - 1) / KERN_PAGE_SLOTS;
+        uint32_t *table = c->kv.table + at * most, *then = &c->s_table[at * most];
+        if (memcmp(table, then, pages * 4) == 0)
+            continue;
+        for (size_t i = 0; i < pages; i++) {
+            if (table[i] != then[i])
+                note_change(c, lane, layer, h, KV_TABLE, most, i, table[i]);
+            then[i] = table[i];
         }
     }
 }
 
 // Copy a list, and its count behind it, to r.meta; returns where the list is.
-template <class T> static const T *send(cu_rank &r, const T *list, int n)
+template <class T> static const T *send(cuda *c, cu_rank &r, const T *list, int n)
 {
-    cu_stage &s = cu_stage_take(r);
+    cu_stage &s = cu_stage_take(c, r);
     memcpy(s.host, list, (size_t)n * sizeof(T));
     memcpy(s.host + (size_t)n * sizeof(T), &n, sizeof n);
     cu_stage_send(r, s, (size_t)n * sizeof(T) + sizeof n);
@@ -139,14 +150,14 @@ void cu_kv_push(cuda *c)
         cu_use(r);
         for (size_t i = 0; i < list.size();) {
             int n = (int)std::min(list.size() - i, room / sizeof(kv_change));
-            const kv_change *d = send(r, &list[i], n);
+            const kv_change *d = send(c, r, &list[i], n);
             cu_kv_apply(r.st, r.kv, d, reinterpret_cast<const int32_t *>(d + n), n);
             i += (size_t)n;
         }
         list.clear();
         for (size_t i = 0; i < c->clear.size();) {
             int n = (int)std::min(c->clear.size() - i, std::min(room / 4, (size_t)4096));
-            const uint32_t *d = send(r, &c->clear[i], n);
+            const uint32_t *d = send(c, r, &c->clear[i], n);
             cu_kv_clear(r.st, r.kv, d, reinterpret_cast<const int32_t *>(d + n), n);
             i += (size_t)n;
         }
@@ -161,18 +172,19 @@ void cu_kv_read(void *be, int lane, int layer, int head, int32_t *pos, float *sc
     cu_kv_diff(c, lane, layer);
     cu_kv_push(c);
     int n = c->kv.len[cu_kv_at(c, lane, layer, head)];
-    if (n == 0)
+    if (n == 0 || cu_kv_read_far(c, lane, layer, head, pos, score))
         return;
     for (cu_rank &r : c->rank) {
         if (head < r.kv0 || head >= r.kv0 + r.n_kv)
             continue;
         cu_use(r);
-        cu_sel_room(r, (size_t)n * 8);
+        cu_sel_room(c, r, (size_t)n * 8);
         int32_t *d_pos = reinterpret_cast<int32_t *>(r.sel_work);
         float *d_score = reinterpret_cast<float *>(d_pos + n);
         cu_kv_slots(r.st, r.kv, ((size_t)lane * c->d.n_layer + layer) * r.n_kv + (head - r.kv0), n, d_pos, d_score);
-        CU_MUST(cudaStreamSynchronize(r.st));
+        cu_wait(c, r);
         CU_MUST(cudaMemcpy(pos, d_pos, (size_t)n * 4, cudaMemcpyDeviceToHost));
         CU_MUST(cudaMemcpy(score, d_score, (size_t)n * 4, cudaMemcpyDeviceToHost));
+        return;
     }
 }

@@ -35,26 +35,27 @@ void cu_embed(cudaStream_t st, const cu_weight &w, const int32_t *token, int n, 
 }
 
 template <int TYPE, int ROWS>
-static void qmv_launch(cudaStream_t st, const cu_weight &w, const float *x, int n, float *y, int ldy)
+static void qmv_launch(cudaStream_t st, const cu_weight &w, const float *x, int ldx, int n, float *y, int ldy)
 {
     const int per_block = QMV_WARPS * QMV_OUTS;
     dim3 grid((w.rows + per_block - 1) / per_block, (n + ROWS - 1) / ROWS);
-    LAUNCH((qmv<TYPE, ROWS>), grid, dim3(QMV_WARPS * 32), 0, st, w.data, w.row_bytes, w.rows, w.cols, x, n, y, ldy);
+    LAUNCH((qmv<TYPE, ROWS>), grid, dim3(QMV_WARPS * 32), 0, st, w.data, w.row_bytes, w.rows, w.cols, x, ldx, n, y, ldy);
 }
 
-template <int TYPE> static void qmv_rows_for(cudaStream_t st, const cu_weight &w, const float *x, int n, float *y, int ldy)
+template <int TYPE>
+static void qmv_rows_for(cudaStream_t st, const cu_weight &w, const float *x, int ldx, int n, float *y, int ldy)
 {
     if (n <= 1)
-        qmv_launch<TYPE, 1>(st, w, x, n, y, ldy);
+        qmv_launch<TYPE, 1>(st, w, x, ldx, n, y, ldy);
     else if (n <= 4)
-        qmv_launch<TYPE, 4>(st, w, x, n, y, ldy);
+        qmv_launch<TYPE, 4>(st, w, x, ldx, n, y, ldy);
     else
-        qmv_launch<TYPE, 8>(st, w, x, n, y, ldy);
+        qmv_launch<TYPE, 8>(st, w, x, ldx, n, y, ldy);
 }
 
-void cu_qmv(cudaStream_t st, const cu_weight &w, const float *x, int n, float *y, int ldy)
+void cu_qmv(cudaStream_t st, const cu_weight &w, const float *x, int ldx, int n, float *y, int ldy)
 {
-#define GO(T) qmv_rows_for<T>(st, w, x, n, y, ldy)
+#define GO(T) qmv_rows_for<T>(st, w, x, ldx, n, y, ldy)
     BY_TYPE(w.type, GO)
 #undef GO
 }

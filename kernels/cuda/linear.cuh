@@ -10,10 +10,10 @@
 #define QMV_WARPS 4
 #define QMV_OUTS 2 // outputs a warp
 
-// y[r][o] (stride ldy) = sum_k w[o][k] x[r][k] for rows [row0, row0 + n), n <= ROWS; x [..][cols] f32.
+// y[r][o] (stride ldy) = sum_k w[o][k] x[r][k] for rows [row0, row0 + n), n <= ROWS; x [..][ldx] f32.
 template <int TYPE, int ROWS>
 __device__ __forceinline__ void qmv_rows(const unsigned char *src, size_t row_bytes, int outs, int cols,
-                                         const float *x, int n, float *y, int ldy)
+                                         const float *x, int ldx, int n, float *y, int ldy)
 {
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     int o0 = ((int)blockIdx.x * QMV_WARPS + warp) * QMV_OUTS;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void qmv_rows(const unsigned char *src, size_t row_by
         int c = unit_first(u >> 2, u & 3);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            const float *xr = x + (size_t)(r < n ? r : 0) * cols + c;
+            const float *xr = x + (size_t)(r < n ? r : 0) * ldx + c;
             float4 lo = *reinterpret_cast<const float4 *>(xr);
             float4 hi = *reinterpret_cast<const float4 *>(xr + 16);
             float xs[8] = { lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w };
@@ -53,10 +53,11 @@ __device__ __forceinline__ void qmv_rows(const unsigned char *src, size_t row_by
 // Grid: (outputs / 8, rows / ROWS).
 template <int TYPE, int ROWS>
 __global__ void __launch_bounds__(QMV_WARPS * 32)
-    qmv(const unsigned char *src, size_t row_bytes, int outs, int cols, const float *x, int n_row, float *y, int ldy)
+    qmv(const unsigned char *src, size_t row_bytes, int outs, int cols, const float *x, int ldx, int n_row, float *y,
+        int ldy)
 {
     int row0 = (int)blockIdx.y * ROWS;
-    qmv_rows<TYPE, ROWS>(src, row_bytes, outs, cols, x + (size_t)row0 * cols, min(ROWS, n_row - row0),
+    qmv_rows<TYPE, ROWS>(src, row_bytes, outs, cols, x + (size_t)row0 * ldx, ldx, min(ROWS, n_row - row0),
                          y + (size_t)row0 * ldy, ldy);
 }
 

@@ -109,6 +109,27 @@ struct sel_params {
     float *kept_mass;     // [n_kv]
 };
 
+// How one row's token is chosen: the settings of engine/sampler.h.
+#define SMP_PENS 64
+struct smp_pen {
+    int32_t token, count; // a token among the last, and how often it is there
+};
+
+struct smp_row {
+    int32_t on, top_k, n_pen; // on 0: the row's logits go to the host; top_k 0: all
+    float temperature, top_p, min_p, repeat, presence, frequency;
+    double u; // the random number, [0, 1)
+};
+
+struct smp_params {
+    float *logits;      // [ranks][n_row][part], changed by the penalties
+    size_t rank_stride; // n_row * part
+    int vocab, part;    // a rank has the tokens [rank * part, ...)
+    const smp_row *row; // [n_row]
+    const smp_pen *pen; // [n_row][SMP_PENS]
+    int32_t *out;       // [n_row]: the token, -1: there is no number among the logits
+};
+
 // One change of the per-(lane, layer, head) arrays; index into the array of its kind.
 enum { KV_TABLE = 0, KV_LEN, KV_CAP, KV_VICTIM };
 

@@ -13,7 +13,8 @@
 static size_t meta_size(const cuda *c, const cu_rank &r)
 {
     size_t ints = (size_t)c->R * (3 + r.n_kv + 4) + 64, list = CU_CHANGES * sizeof(kv_change) + 64;
-    return std::max(ints * 4, list);
+    size_t choice = (size_t)c->D * (4 + sizeof(smp_row) + SMP_PENS * sizeof(smp_pen)) + 64;
+    return std::max(std::max(ints * 4, list), choice);
 }
 
 static int rank_scratch(cuda *c, cu_rank &r, skv_error *err)
@@ -31,7 +32,8 @@ static int rank_scratch(cuda *c, cu_rank &r, skv_error *err)
                  { &r.att32, D * nq * 4 },
                  { &r.act32, D * ffn * 4 },
                  { &r.lse, R * r.n_head * 4 },
-                 { &r.logits, D * (size_t)r.n_vocab * 4 },
+                 { &r.logits, D * (size_t)c->vocab_part * c->world * 4 },
+                 { &r.chosen, D * 4 },
                  { &r.score_row_d, c->cfg.max_lanes * sizeof(float *) },
                  { &r.score_stride_d, c->cfg.max_lanes * sizeof(int32_t) } };
     cu_use(r);
@@ -53,9 +55,6 @@ static int rank_scratch(cuda *c, cu_rank &r, skv_error *err)
         CU_MUST(cudaEventCreateWithFlags(&s.done, cudaEventDisableTiming));
         r.stage.push_back(s);
     }
-    size_t host = D * (size_t)r.n_vocab * 4;
-    if (cudaHostAlloc(reinterpret_cast<void **>(&r.logits_host), host, cudaHostAllocDefault) != cudaSuccess)
-        return skv_fail(err, SKV_NO_MEMORY, "no pinned memory for logits");
     return 0;
 }
 
@@ -64,13 +63,17 @@ int cu_pass_init(cuda *c, skv_error *err)
     for (cu_rank &r : c->rank)
         if (rank_scratch(c, r, err))
             return -1;
+    size_t logits = c->D * (size_t)c->d.n_vocab * 4;
+    if (cudaHostAlloc(reinterpret_cast<void **>(&c->logits_host), logits, cudaHostAllocPortable) != cudaSuccess ||
+        cudaHostAlloc(reinterpret_cast<void **>(&c->chosen_host), c->D * 4, cudaHostAllocPortable) != cudaSuccess)
+        return skv_fail(err, SKV_NO_MEMORY, "no pinned memory for logits");
     return 0;
 }
 
 void cu_pass_fini(cuda *c)
 {
     for (cu_rank &r : c->rank) {
-        cu_use(r);
+        cudaSetDevice(r.device);
         for (cu_stage &s : r.stage) {
             cudaFreeHost(s.host);
             cudaEventDestroy(s.done);
@@ -78,14 +81,15 @@ void cu_pass_fini(cuda *c)
         for (float *p : r.score_row)
             cudaFree(p);
         cudaFree(r.sel_work);
-        cudaFreeHost(r.logits_host);
     }
+    cudaFreeHost(c->logits_host);
+    cudaFreeHost(c->chosen_host);
 }
 
-cu_stage &cu_stage_take(cu_rank &r)
+cu_stage &cu_stage_take(cuda *c, cu_rank &r)
 {
     cu_stage &s = r.stage[r.next_stage++ % STAGES];
-    CU_MUST(cudaEventSynchronize(s.done));
+    cu_wait_event(c, s.done);
     return s;
 }
 
@@ -95,11 +99,11 @@ void cu_stage_send(cu_rank &r, cu_stage &s, size_t bytes)
     CU_MUST(cudaEventRecord(s.done, r.st));
 }
 
-void cu_sel_room(cu_rank &r, size_t bytes)
+void cu_sel_room(cuda *c, cu_rank &r, size_t bytes)
 {
     if (bytes <= r.sel_bytes)
         return;
-    CU_MUST(cudaStreamSynchronize(r.st));
+    cu_wait(c, r);
     CU_MUST(cudaFree(r.sel_work));
     r.work_bytes += bytes - r.sel_bytes;
     r.sel_bytes = bytes;
@@ -113,8 +117,7 @@ float *cu_state_x(cuda *c, const cu_rank &r, const float *x)
         if (x >= s.x[0] && x < s.x[0] + n)
             return s.x[r.index] + (x - s.x[0]);
     }
-    fprintf(stderr, "skvd: cuda: hidden states that state_new did not give\n");
-    abort();
+    cu_fail("hidden states that state_new did not give");
 }
 
 // --- a pass's numbers on the device ------------------------------------------------------------------------
@@ -130,9 +133,9 @@ static int seg_slot0(const ops_seg &s, int head)
     return s.head_slot0 ? s.head_slot0[head] : s.slot0;
 }
 
-static pass_meta send_pass(const cuda *c, cu_rank &r, const ops_pass *p)
+static pass_meta send_pass(cuda *c, cu_rank &r, const ops_pass *p)
 {
-    cu_stage &st = cu_stage_take(r);
+    cu_stage &st = cu_stage_take(c, r);
     int32_t *h = reinterpret_cast<int32_t *>(st.host), *d = reinterpret_cast<int32_t *>(r.meta);
     int n = p->n_row, m = p->n_seg, nk = r.n_kv;
     int32_t *token = h, *lane = h + n, *pos = h + 2 * n, *slot = h + 3 * n, *seg = h + (3 + nk) * n;
@@ -160,24 +163,22 @@ static pass_meta send_pass(const cuda *c, cu_rank &r, const ops_pass *p)
             }
         }
     }
-    (void)c;
     cu_stage_send(r, st, ((size_t)(3 + nk) * n + 4 * (size_t)m) * 4);
     return out;
 }
 
 // --- products ------------------------------------------------------------------------------------------------
 
-void cu_gemm(cu_rank &r, const unsigned short *w, int outs, int cols, const unsigned short *a, int rows, float *y)
+void cu_gemm(cu_rank &r, const unsigned short *w, int ldw, int outs, int cols, const unsigned short *a, int lda, int rows,
+             float *y)
 {
     const float one = 1.0f, zero = 0.0f;
     for (int i = 0; i < rows; i += CU_GEMM_ROWS) {
         cublasStatus_t s = cublasGemmEx(r.blas, CUBLAS_OP_T, CUBLAS_OP_N, outs, CU_GEMM_ROWS, cols, &one, w, CUDA_R_16BF,
-                                        cols, a + (size_t)i * cols, CUDA_R_16BF, cols, &zero, y + (size_t)i * outs,
+                                        ldw, a + (size_t)i * lda, CUDA_R_16BF, lda, &zero, y + (size_t)i * outs,
                                         CUDA_R_32F, outs, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
-        if (s != CUBLAS_STATUS_SUCCESS) {
-            fprintf(stderr, "skvd: cuda: cublasGemmEx %d x %d x %d: status %d\n", outs, CU_GEMM_ROWS, cols, (int)s);
-            abort();
-        }
+        if (s != CUBLAS_STATUS_SUCCESS)
+            cu_fail("cublasGemmEx %d x %d x %d: status %d", outs, CU_GEMM_ROWS, cols, (int)s);
     }
 }
 
@@ -210,7 +211,7 @@ void cu_pass_attn_in(cuda *c, int layer, const ops_pass *pass, const float *x)
         pass_meta m = send_pass(c, r, pass);
         cu_add_norm(r.st, cu_state_x(c, r, x), nullptr, nullptr, r.layer[layer].attn_norm, c->d.norm_eps, c->d.d_model,
                     pass->n_row, nullptr, nullptr, r.in16);
-        cu_gemm(r, r.qkv16, r.width, c->d.d_model, r.in16, pass->n_row, r.qkv);
+        cu_gemm(r, r.qkv16, c->d.d_model, r.width, c->d.d_model, r.in16, c->d.d_model, pass->n_row, r.qkv);
         cu_rope_store(r.st, c->cfg.kv_dtype, cu_rope(c, r, layer), r.kv, m.rows, layer, pass->n_row, r.qkv, r.q16);
     }
 }
@@ -238,7 +239,8 @@ void cu_pass_out_mlp(cuda *c, int layer, int n_row, float *x)
     for (cu_rank &r : c->rank) {
         cu_use(r);
         cu_layer16(c, r, layer);
-        cu_gemm(r, r.o16, dm, r.n_head * c->d.head_dim, r.in16, n_row, r.y);
+        int width = r.n_head * c->d.head_dim, own = r.own0 * c->d.head_dim;
+        cu_gemm(r, r.o16 + own, width, dm, r.n_own * c->d.head_dim, r.in16 + own, width, n_row, r.y);
     }
     cu_reduce(c, (size_t)n_row * dm);
     for (cu_rank &r : c->rank) {
@@ -246,9 +248,9 @@ void cu_pass_out_mlp(cuda *c, int layer, int n_row, float *x)
         cu_use(r);
         cu_add_norm(r.st, cu_state_x(c, r, x), r.y, l.post_attn_norm, l.ffn_norm, c->d.norm_eps, dm, n_row, nullptr,
                     nullptr, r.in16);
-        cu_gemm(r, r.gu16, 2 * r.n_ffn, dm, r.in16, n_row, r.gu);
+        cu_gemm(r, r.gu16, dm, 2 * r.n_ffn, dm, r.in16, dm, n_row, r.gu);
         cu_gated_act(r.st, r.gu, n_row, r.n_ffn, c->d.act == KERN_ACT_GELU_TANH, nullptr, r.in16);
-        cu_gemm(r, r.down16, dm, r.n_ffn, r.in16, n_row, r.y);
+        cu_gemm(r, r.down16, r.n_ffn, dm, r.n_ffn, r.in16, r.n_ffn, n_row, r.y);
     }
     cu_reduce(c, (size_t)n_row * dm);
     for (cu_rank &r : c->rank) {
@@ -263,12 +265,13 @@ void cu_pass_out_mlp(cuda *c, int layer, int n_row, float *x)
 void cu_score_begin(void *be, int lane, int n_slot)
 {
     cuda *c = static_cast<cuda *>(be);
+    cu_tell_score(c, lane, n_slot);
     cu_step_flush(c);
     for (cu_rank &r : c->rank) {
         cu_use(r);
         if (n_slot > r.score_stride[lane]) {
             int stride = (n_slot + 1023) / 1024 * 1024;
-            CU_MUST(cudaStreamSynchronize(r.st));
+            cu_wait(c, r);
             CU_MUST(cudaFree(r.score_row[lane]));
             CU_MUST(cudaMalloc(reinterpret_cast<void **>(&r.score_row[lane]), (size_t)r.n_kv * stride * 4));
             r.work_bytes += (size_t)r.n_kv * (stride - r.score_stride[lane]) * 4;
@@ -287,7 +290,7 @@ void cu_score_read(void *be, int lane, int n_slot, float *out)
     cu_step_flush(c);
     for (cu_rank &r : c->rank) {
         cu_use(r);
-        CU_MUST(cudaStreamSynchronize(r.st));
+        cu_wait(c, r);
         for (int h = 0; h < r.n_kv; h++)
             CU_MUST(cudaMemcpy(out + (size_t)(r.kv0 + h) * n_slot, r.score_row[lane] + (size_t)h * r.score_stride[lane],
                                (size_t)n_slot * 4, cudaMemcpyDeviceToHost));
@@ -295,7 +298,7 @@ void cu_score_read(void *be, int lane, int n_slot, float *out)
 }
 
 // Parts of the selection's work space.
-static void sel_parts(const cuda *c, cu_rank &r, int pages, int n_pin, sel_params *p)
+static void sel_parts(cuda *c, cu_rank &r, int pages, int n_pin, sel_params *p)
 {
     size_t stride = 1, at = 0;
     while (stride < (size_t)pages * KERN_PAGE_SLOTS)
@@ -310,7 +313,7 @@ static void sel_parts(const cuda *c, cu_rank &r, int pages, int n_pin, sel_param
     size_t norm = take(cells * 4), pos = take(cells * 4), keep = take(cells * 4), src = take(cells * 4);
     size_t mass = take((size_t)r.n_kv * 4), pin = take((size_t)n_pin * 8 + 8);
     size_t spare = take((size_t)r.n_kv * c->cfg.max_pages * c->page.bytes);
-    cu_sel_room(r, at);
+    cu_sel_room(c, r, at);
     unsigned char *w = r.sel_work;
     p->stride = (int)stride;
     p->key = reinterpret_cast<sel_key *>(w + key);
@@ -325,7 +328,7 @@ static void sel_parts(const cuda *c, cu_rank &r, int pages, int n_pin, sel_param
     p->spare = w + spare;
 }
 
-static sel_params sel_for(const cuda *c, cu_rank &r, int lane, int layer, const kern_rule *u, int n_query, int pages)
+static sel_params sel_for(cuda *c, cu_rank &r, int lane, int layer, const kern_rule *u, int n_query, int pages)
 {
     sel_params p;
     memset(&p, 0, sizeof p);
@@ -364,7 +367,6 @@ static sel_params sel_for(const cuda *c, cu_rank &r, int lane, int layer, const 
 static void value_norms(cuda *c, cu_rank &r, int layer, const sel_params &p)
 {
     int hd = c->d.head_dim, dm = c->d.d_model, ld = r.n_head * hd;
-    const float one = 1.0f, zero = 0.0f;
     cu_layer16(c, r, layer);
     CU_MUST(cudaMemsetAsync(p.norm, 0, (size_t)r.n_kv * p.stride * 4, r.st));
     for (int h = 0; h < r.n_kv; h++) {
@@ -373,14 +375,7 @@ static void value_norms(cuda *c, cu_rank &r, int layer, const sel_params &p)
             int rows = std::min(CU_GEMM_ROWS, n - s);
             cu_select_values(r.st, p, c->cfg.kv_dtype, h, s, rows, r.q16);
             for (int j = 0; j < c->g; j++) {
-                const unsigned short *w = r.o16 + (size_t)(h * c->g + j) * hd;
-                cublasStatus_t st = cublasGemmEx(r.blas, CUBLAS_OP_T, CUBLAS_OP_N, dm, CU_GEMM_ROWS, hd, &one, w,
-                                                 CUDA_R_16BF, ld, r.q16, CUDA_R_16BF, hd, &zero, r.y, CUDA_R_32F, dm,
-                                                 CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
-                if (st != CUBLAS_STATUS_SUCCESS) {
-                    fprintf(stderr, "skvd: cuda: cublasGemmEx for value norms: status %d\n", (int)st);
-                    abort();
-                }
+                cu_gemm(r, r.o16 + (size_t)(h * c->g + j) * hd, ld, dm, hd, r.q16, hd, CU_GEMM_ROWS, r.y);
                 cu_select_norm(r.st, r.y, rows, dm, 1.0f / (float)c->g, p.norm + (size_t)h * p.stride + s);
             }
         }
@@ -394,7 +389,7 @@ static void sel_results(cuda *c, cu_rank &r, const sel_params &p, float *kept_ma
     std::vector<float> mass((size_t)r.n_kv);
     std::vector<int32_t> cap((size_t)r.n_kv);
     size_t local = ((size_t)p.lane * c->d.n_layer + p.layer) * r.n_kv;
-    CU_MUST(cudaStreamSynchronize(r.st));
+    cu_wait(c, r);
     CU_MUST(cudaMemcpy(head.data(), p.head, head.size() * sizeof(sel_head), cudaMemcpyDeviceToHost));
     CU_MUST(cudaMemcpy(mass.data(), p.kept_mass, mass.size() * 4, cudaMemcpyDeviceToHost));
     CU_MUST(cudaMemcpy(cap.data(), r.kv.cap + local, cap.size() * 4, cudaMemcpyDeviceToHost));
@@ -412,6 +407,7 @@ void cu_select_op(void *be, int lane, int layer, const kern_rule *rule, int n_qu
 {
     cuda *c = static_cast<cuda *>(be);
     std::vector<sel_params> p;
+    cu_tell_select(c, lane, layer, rule, n_query);
     cu_step_flush(c);
     cu_kv_diff(c, lane, layer);
     cu_kv_push(c);
@@ -435,4 +431,5 @@ void cu_select_op(void *be, int lane, int layer, const kern_rule *rule, int n_qu
         cu_use(r);
         sel_results(c, r, p[r.index], kept_mass);
     }
+    cu_kept_exchange(c, lane, layer, kept_mass);
 }

@@ -6,10 +6,12 @@
 // A graph is keyed by the rung of the batch ladder, the rung of the longest head's splits and the hidden states' place;
 // rows past the batch have lane -1 and change nothing but their own row of x, which is why the engine's decode states are
 // a state of their own.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
 #include "kernels/cuda/backend.h"
+#include "kernels/cuda/nodes.h"
 
 static_assert(DEC_PLACES == OPS_RING, "a ring has as many places as the interface says");
 
@@ -27,6 +29,8 @@ static void step_layout(const cuda *c, const cu_rank &r, int pins, cu_step_at *a
     at->lane = take(D * 4);
     at->pos = take(D * 4);
     at->row = take(D * 4);
+    at->smp = take(D * sizeof(smp_row));
+    at->pen = take(D * SMP_PENS * sizeof(smp_pen));
     at->slot = take(L * D * r.n_kv * 4);
     at->rule = take(L * D * sizeof(dec_rule));
     at->pin = take((size_t)pins * 8);
@@ -117,7 +121,7 @@ void cu_graphs_forget(cu_rank &r, const float *x)
 void cu_step_fini(cuda *c)
 {
     for (cu_rank &r : c->rank) {
-        cu_use(r);
+        cudaSetDevice(r.device);
         graphs_drop(r);
         cudaFree(r.step_d);
         cudaFreeHost(r.step_h);
@@ -133,14 +137,12 @@ static void step_grow(cuda *c, int pins)
         unsigned char *h = r.step_h;
         skv_error err;
         cu_use(r);
-        CU_MUST(cudaStreamSynchronize(r.st));
+        cu_wait(c, r);
         graphs_drop(r);
         CU_MUST(cudaFree(r.step_d));
         step_layout(c, r, pins, &r.at);
-        if (block_alloc(r, r.at.bytes, &err)) {
-            fprintf(stderr, "skvd: cuda: %s\n", err.msg);
-            abort();
-        }
+        if (block_alloc(r, r.at.bytes, &err))
+            cu_fail("%s", err.msg);
         memcpy(r.step_h, h, old.n_change); // all up to the pins lies where it lay; pins grow in place
         cudaFreeHost(h);
     }
@@ -270,9 +272,9 @@ static void run_attn_in(cuda *c, int layer, const step_size &z, bool normed)
         if (!normed)
             cu_add_norm(r.st, state_of(c, r), nullptr, nullptr, l.attn_norm, c->d.norm_eps, c->d.d_model, z.rows,
                         nullptr, r.in32, nullptr);
-        cu_qmv(r.st, l.wq, r.in32, z.rows, r.qkv, r.width);
-        cu_qmv(r.st, l.wk, r.in32, z.rows, r.qkv + r.n_head * hd, r.width);
-        cu_qmv(r.st, l.wv, r.in32, z.rows, r.qkv + (r.n_head + r.n_kv) * hd, r.width);
+        cu_qmv(r.st, l.wq, r.in32, c->d.d_model, z.rows, r.qkv, r.width);
+        cu_qmv(r.st, l.wk, r.in32, c->d.d_model, z.rows, r.qkv + r.n_head * hd, r.width);
+        cu_qmv(r.st, l.wv, r.in32, c->d.d_model, z.rows, r.qkv + (r.n_head + r.n_kv) * hd, r.width);
         pass_view rows = { in_block<int32_t>(r.step_d, r.at.token), in_block<int32_t>(r.step_d, r.at.lane),
                            in_block<int32_t>(r.step_d, r.at.pos),
                            in_block<int32_t>(r.step_d, r.at.slot) + (size_t)layer * c->D * r.n_kv };
@@ -305,7 +307,7 @@ static void run_out_mlp(cuda *c, int layer, const step_size &z, bool next)
     int dm = c->d.d_model;
     for (cu_rank &r : c->rank) {
         cu_use(r);
-        cu_qmv(r.st, r.layer[layer].wo, r.att32, z.rows, r.y, dm);
+        cu_qmv(r.st, r.layer[layer].wo_own, r.att32 + r.own0 * c->d.head_dim, r.n_head * c->d.head_dim, z.rows, r.y, dm);
     }
     cu_reduce(c, (size_t)z.rows * dm);
     for (cu_rank &r : c->rank) {
@@ -313,10 +315,10 @@ static void run_out_mlp(cuda *c, int layer, const step_size &z, bool next)
         cu_use(r);
         cu_add_norm(r.st, state_of(c, r), r.y, l.post_attn_norm, l.ffn_norm, c->d.norm_eps, dm, z.rows, nullptr, r.in32,
                     nullptr);
-        cu_qmv(r.st, l.gate, r.in32, z.rows, r.gu, 2 * r.n_ffn);
-        cu_qmv(r.st, l.up, r.in32, z.rows, r.gu + r.n_ffn, 2 * r.n_ffn);
+        cu_qmv(r.st, l.gate, r.in32, dm, z.rows, r.gu, 2 * r.n_ffn);
+        cu_qmv(r.st, l.up, r.in32, dm, z.rows, r.gu + r.n_ffn, 2 * r.n_ffn);
         cu_gated_act(r.st, r.gu, z.rows, r.n_ffn, c->d.act == KERN_ACT_GELU_TANH, r.act32, nullptr);
-        cu_qmv(r.st, l.down, r.act32, z.rows, r.y, dm);
+        cu_qmv(r.st, l.down, r.act32, r.n_ffn, z.rows, r.y, dm);
     }
     cu_reduce(c, (size_t)z.rows * dm);
     for (cu_rank &r : c->rank) {
@@ -327,16 +329,30 @@ static void run_out_mlp(cuda *c, int layer, const step_size &z, bool next)
     }
 }
 
-// Logits of `n` rows of x, named by row (device), into each rank's logits and on their way to its pinned copy.
-static void run_logits(cuda *c, const float *x, const int32_t *row[CU_MAX_TP], int n)
+// Where a rank reads which rows of x get logits, and how their tokens are chosen (rank 0 chooses).
+struct choice_at {
+    const int32_t *row;
+    const smp_row *smp;
+    const smp_pen *pen;
+};
+
+// Logits of `n` rows of x into each rank's buffer, gathered; the tokens, on their way to the host.
+static void run_logits(cuda *c, const float *x, const choice_at at[CU_MAX_TP], int n)
 {
+    size_t part = (size_t)n * c->vocab_part;
     for (cu_rank &r : c->rank) {
         cu_use(r);
         cu_add_norm(r.st, cu_state_x(c, r, x), nullptr, nullptr, r.out_norm, c->d.norm_eps, c->d.d_model, n,
-                    row[r.index], r.in32, nullptr);
-        cu_qmv(r.st, r.output, r.in32, n, r.logits, r.n_vocab);
-        CU_MUST(cudaMemcpyAsync(r.logits_host, r.logits, (size_t)n * r.n_vocab * 4, cudaMemcpyDeviceToHost, r.st));
+                    at[r.index].row, r.in32, nullptr);
+        cu_qmv(r.st, r.output, r.in32, c->d.d_model, n, r.logits + r.global * part, c->vocab_part);
     }
+    cu_gather(c, n);
+    cu_rank &r = c->rank[0];
+    if (r.global) // the leader chooses
+        return;
+    cu_use(r);
+    cu_sample(r.st, { r.logits, part, c->d.n_vocab, c->vocab_part, at[0].smp, at[0].pen, r.chosen }, n);
+    CU_MUST(cudaMemcpyAsync(c->chosen_host, r.chosen, (size_t)n * 4, cudaMemcpyDeviceToHost, r.st));
 }
 
 static void run_begin(cuda *c)
@@ -363,7 +379,7 @@ static void run_victims(cuda *c, int rows)
 // The whole step, kernel by kernel: straight into the streams, or into a capture.
 static void run_step(cuda *c, const step_size &z)
 {
-    const int32_t *row[CU_MAX_TP];
+    choice_at at[CU_MAX_TP];
     run_begin(c);
     run_embed(c, z);
     for (int l = 0; l < c->d.n_layer; l++) {
@@ -372,8 +388,9 @@ static void run_step(cuda *c, const step_size &z)
         run_out_mlp(c, l, z, l + 1 < c->d.n_layer);
     }
     for (cu_rank &r : c->rank)
-        row[r.index] = in_block<int32_t>(r.step_d, r.at.row);
-    run_logits(c, c->step_x, row, z.rows);
+        at[r.index] = { in_block<int32_t>(r.step_d, r.at.row), in_block<smp_row>(r.step_d, r.at.smp),
+                        in_block<smp_pen>(r.step_d, r.at.pen) };
+    run_logits(c, c->step_x, at, z.rows);
     run_victims(c, z.rows);
 }
 
@@ -405,13 +422,15 @@ static void step_end(cuda *c)
     for (cu_rank &r : c->rank) {
         const int32_t *lane = in_block<int32_t>(r.step_h, r.at.lane);
         cu_use(r);
-        CU_MUST(cudaStreamSynchronize(r.st));
+        cu_wait(c, r);
         CU_MUST(cudaGetLastError());
         for (int i = 0; i < c->step_rows; i++)
             for (int l = 0; lane[i] >= 0 && l < per; l++)
                 for (int h = 0; h < r.n_kv; h++) {
                     size_t at = cu_kv_at(c, lane[i], l, r.kv0 + h);
                     c->kv.victim[at] = c->s_victim[at] = r.victims_host[((size_t)i * per + l) * r.n_kv + h];
+                    if (c->nodes && c->nodes->rank == 0) // nobody else needs it
+                        c->nodes->victim[at] = c->kv.victim[at];
                 }
     }
     c->noted.clear();
@@ -421,8 +440,10 @@ void cu_step_flush(cuda *c)
 {
     if (c->noted.empty())
         return;
+    cu_tell_flush(c);
     step_size z = { c->step_rows, std::min((c->step_most + DEC_SPLIT - 1) / DEC_SPLIT, split_most(c)) };
     block_end(c);
+    c->n_plain += std::any_of(c->noted.begin(), c->noted.end(), [](const cu_op &o) { return o.kind == CU_ATTN_DECODE; });
     run_begin(c);
     for (const cu_op &o : c->noted)
         switch (o.kind) {
@@ -488,7 +509,17 @@ static void graph_capture(cuda *c, const step_size &z)
         cu_use(r);
         CU_MUST(cudaStreamBeginCapture(r.st, cudaStreamCaptureModeRelaxed));
     }
-    run_step(c, z);
+    try {
+        run_step(c, z);
+    } catch (...) { // no stream stays in a capture
+        for (cu_rank &r : c->rank) {
+            cudaGraph_t g = nullptr;
+            cudaSetDevice(r.device);
+            if (cudaStreamEndCapture(r.st, &g) == cudaSuccess && g)
+                cudaGraphDestroy(g);
+        }
+        throw;
+    }
     for (cu_rank &r : c->rank) {
         cudaGraph_t g;
         cudaGraphExec_t e;
@@ -500,62 +531,106 @@ static void graph_capture(cuda *c, const step_size &z)
     }
 }
 
-static void graph_run(cuda *c, int n)
+// Returns the rung: rows that were run.
+static int graph_run(cuda *c, int n)
 {
     step_size z = { std::min(std::min(ladder(n), c->D), rows_left(c, c->step_x)),
                     std::min(pow2((c->step_most + DEC_SPLIT - 1) / DEC_SPLIT), split_most(c)) };
     block_end(c);
-    if (c->rank[0].graphs.find({ z.rows, z.n_split, c->step_x }) == c->rank[0].graphs.end()) {
+    if (c->rank[0].graphs.find({ z.rows, z.n_split, c->step_x }) == c->rank[0].graphs.end())
         graph_capture(c, z);
-        c->n_captured++;
-    }
     for (cu_rank &r : c->rank) {
         cu_use(r);
         CU_MUST(cudaGraphLaunch(r.graphs[{ z.rows, z.n_split, c->step_x }], r.st));
     }
     c->n_graph++;
+    return z.rows;
 }
 
-// Each rank's part of the vocabulary, side by side.
-static void logits_out(cuda *c, int n, float *logits)
+// One row's settings for the device.
+static void smp_fill(const ops_sample &s, smp_row *row, smp_pen *pen)
 {
-    for (const cu_rank &r : c->rank)
-        for (int i = 0; i < n; i++)
-            memcpy(logits + (size_t)i * c->d.n_vocab + r.vocab0, r.logits_host + (size_t)i * r.n_vocab,
-                   (size_t)r.n_vocab * 4);
+    *row = { !s.host, s.top_k, s.n_pen, s.temperature, s.top_p, s.min_p, s.repeat, s.presence, s.frequency, s.u };
+    for (int i = 0; i < s.n_pen; i++)
+        pen[i] = { s.pen[i].token, s.pen[i].count };
 }
 
-static void logits_eager(cuda *c, const float *x, const int32_t *row, int n, float *logits)
+// Put the logits that the host wants, of a run of `rows` rows, on their way.
+static void logits_send(cuda *c, const ops_sample *s, int n, int rows)
 {
-    const int32_t *d_row[CU_MAX_TP];
-    for (cu_rank &r : c->rank) {
-        cu_use(r);
-        cu_stage &s = cu_stage_take(r);
-        memcpy(s.host, row, (size_t)n * 4);
-        cu_stage_send(r, s, (size_t)n * 4);
-        d_row[r.index] = reinterpret_cast<const int32_t *>(r.meta);
+    cu_rank &r = c->rank[0];
+    cu_use(r);
+    for (int i = 0; i < n; i++)
+        for (int k = 0; s[i].host && k < c->world; k++) {
+            int first = k * c->vocab_part, size = std::min(c->vocab_part, c->d.n_vocab - first);
+            CU_MUST(cudaMemcpyAsync(c->logits_host + (size_t)i * c->d.n_vocab + first,
+                                    r.logits + ((size_t)k * rows + i) * c->vocab_part, (size_t)size * 4,
+                                    cudaMemcpyDeviceToHost, r.st));
+        }
+}
+
+static void choice_out(const cuda *c, int n, ops_sample *s, float *logits)
+{
+    for (int i = 0; c->rank[0].global == 0 && i < n; i++) {
+        s[i].token = c->chosen_host[i];
+        if (s[i].host)
+            memcpy(logits + (size_t)i * c->d.n_vocab, c->logits_host + (size_t)i * c->d.n_vocab, (size_t)c->d.n_vocab * 4);
     }
-    run_logits(c, x, d_row, n);
+}
+
+static void choose_eager(cuda *c, const float *x, const int32_t *row, int n, ops_sample *s, float *logits)
+{
+    choice_at at[CU_MAX_TP];
+    size_t smp = ((size_t)n * 4 + 15) & ~(size_t)15, pen = smp + n * sizeof(smp_row), end = pen + n * SMP_PENS * sizeof(smp_pen);
     for (cu_rank &r : c->rank) {
         cu_use(r);
-        CU_MUST(cudaStreamSynchronize(r.st));
+        cu_stage &st = cu_stage_take(c, r);
+        memcpy(st.host, row, (size_t)n * 4);
+        for (int i = 0; i < n; i++)
+            smp_fill(s[i], in_block<smp_row>(st.host, smp) + i, in_block<smp_pen>(st.host, pen) + i * SMP_PENS);
+        cu_stage_send(r, st, end);
+        at[r.index] = { reinterpret_cast<const int32_t *>(r.meta), in_block<smp_row>(r.meta, smp),
+                        in_block<smp_pen>(r.meta, pen) };
+    }
+    run_logits(c, x, at, n);
+    logits_send(c, s, n, n);
+    for (cu_rank &r : c->rank) {
+        cu_use(r);
+        cu_wait(c, r);
         CU_MUST(cudaGetLastError());
     }
-    logits_out(c, n, logits);
+    choice_out(c, n, s, logits);
 }
 
-void cu_logits(void *be, const float *x, const int32_t *row, int n, float *logits)
+void cu_choose(void *be, const float *x, const int32_t *row, int n, ops_sample *s, float *logits)
 {
     cuda *c = static_cast<cuda *>(be);
+    cu_tell_choose(c, x, row, n);
     if (n <= c->step_rows && x == c->step_x && whole_step(c)) {
-        for (cu_rank &r : c->rank)
+        for (cu_rank &r : c->rank) {
             memcpy(in_block<int32_t>(r.step_h, r.at.row), row, (size_t)n * 4);
-        graph_run(c, c->step_rows);
+            for (int i = 0; i < c->D; i++)
+                if (i < n)
+                    smp_fill(s[i], in_block<smp_row>(r.step_h, r.at.smp) + i,
+                             in_block<smp_pen>(r.step_h, r.at.pen) + i * SMP_PENS);
+                else
+                    in_block<smp_row>(r.step_h, r.at.smp)[i].on = 0;
+        }
+        int rows = graph_run(c, c->step_rows);
+        logits_send(c, s, n, rows);
         step_end(c);
-        logits_out(c, n, logits);
+        choice_out(c, n, s, logits);
         return;
     }
     cu_step_flush(c);
     for (int i = 0; i < n; i += c->D)
-        logits_eager(c, x, row + i, std::min(c->D, n - i), logits + (size_t)i * c->d.n_vocab);
+        choose_eager(c, x, row + i, std::min(c->D, n - i), s + i, logits + (size_t)i * c->d.n_vocab);
+}
+
+void cu_logits(void *be, const float *x, const int32_t *row, int n, float *logits)
+{
+    std::vector<ops_sample> s((size_t)n);
+    for (ops_sample &one : s)
+        one.host = true;
+    cu_choose(be, x, row, n, s.data(), logits);
 }

@@ -37,6 +37,17 @@ static int upload(cu_rank &r, const kern_tensor &t, int64_t row0, int64_t n, int
     return 0;
 }
 
+// Columns [col0, col0 + n_col) of a weight that is on the device already.
+static int part_of(const cu_weight &w, int col0, int n_col, cu_weight *out, skv_error *err)
+{
+    int block = kern_type_block(w.type);
+    if (col0 % block || n_col % block || n_col % 32)
+        return skv_fail(err, SKV_BAD_MODEL, "ranks that share a KV head can't cut %s weights at columns %d and %d",
+                        kern_type_name(w.type), col0, col0 + n_col);
+    *out = { w.data + (col0 ? kern_row_bytes(w.type, col0) : 0), w.type, w.rows, n_col, w.row_bytes };
+    return 0;
+}
+
 // Numbers [from, from + n) of a vector as f32; an absent tensor gives NULL.
 static int vector_up(cu_rank &r, const kern_tensor &t, int64_t from, int64_t n, float **out, skv_error *err)
 {
@@ -60,6 +71,7 @@ static int layer_up(const cuda *c, cu_rank &r, const ops_layer_src &s, cu_layer 
     int k0 = r.kv0 * hd, nk = r.n_kv * hd;
     if (upload(r, s.wq, q0, nq, 0, dm, &l->wq, err) || upload(r, s.wk, k0, nk, 0, dm, &l->wk, err) ||
         upload(r, s.wv, k0, nk, 0, dm, &l->wv, err) || upload(r, s.wo, 0, dm, q0, nq, &l->wo, err) ||
+        part_of(l->wo, r.own0 * hd, r.n_own * hd, &l->wo_own, err) ||
         upload(r, s.w_gate, r.ffn0, r.n_ffn, 0, dm, &l->gate, err) ||
         upload(r, s.w_up, r.ffn0, r.n_ffn, 0, dm, &l->up, err) ||
         upload(r, s.w_down, 0, dm, r.ffn0, r.n_ffn, &l->down, err))

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #if defined(__SANITIZE_ADDRESS__)
 #define SHIM_ASAN 1
@@ -21,6 +22,21 @@
 
 namespace shim
 {
+
+// SHIM_FAIL=N: the N-th call that gives work to a stream or waits for one fails, and every such call after it, as after an
+// illegal address on a device.
+static long calls;
+static cudaError_t fate()
+{
+    const char *s = getenv("SHIM_FAIL");
+    long n = s ? atol(s) : 0;
+    return n > 0 && ++calls >= n ? cudaErrorIllegalAddress : cudaSuccess;
+}
+
+void forget_failures()
+{
+    calls = 0;
+}
 
 void run_grid(const char *name, dim3 grid, dim3 bdim, size_t smem, const std::function<void()> &body);
 
@@ -32,6 +48,7 @@ struct op {
     std::function<void()> work;
     stream *after; // an event to wait for: everything up to `mark` of that stream
     size_t mark;
+    std::function<bool()> poll; // instead of work: goes on when it says true (another process has to come)
 };
 
 struct graph {
@@ -100,9 +117,17 @@ static void no_capture(const char *what)
             die("%s while a stream is being captured", what);
 }
 
-static void drain(stream *s, size_t mark)
+// Work up to `mark`. False when it stops at a piece that waits for another process, which `wait` forbids.
+static bool drain(stream *s, size_t mark, bool wait = true)
 {
     while (s->done < mark && !s->queue.empty()) {
+        for (long i = 0; s->queue.front().poll && !s->queue.front().poll(); i++) {
+            if (!wait)
+                return false;
+            usleep(50);
+            if (i > 2000000)
+                die("a collective waits for a process that does not come");
+        }
         op o = std::move(s->queue.front());
         s->queue.pop_front();
         s->done++;
@@ -111,6 +136,7 @@ static void drain(stream *s, size_t mark)
         if (o.work)
             o.work();
     }
+    return true;
 }
 
 bool run_one(cudaStream_t st)
@@ -145,7 +171,14 @@ void enqueue(cudaStream_t st, std::function<void()> work)
 {
     if (!stream_of(st)->capture)
         count.kernels++;
-    push(st, { std::move(work), nullptr, 0 });
+    push(st, { std::move(work), nullptr, 0, nullptr });
+}
+
+void enqueue_poll(cudaStream_t st, std::function<bool()> poll)
+{
+    if (!stream_of(st)->capture)
+        count.kernels++;
+    push(st, { nullptr, nullptr, 0, std::move(poll) });
 }
 
 void launch(const void *fn, const char *name, dim3 grid, dim3 bdim, size_t smem, cudaStream_t st,
@@ -163,7 +196,7 @@ void launch(const void *fn, const char *name, dim3 grid, dim3 bdim, size_t smem,
         die("launch of %s: %zu bytes of shared memory, %zu allowed (cudaFuncSetAttribute)", name, smem, allowed);
     if (!stream_of(st)->capture)
         count.kernels++;
-    push(st, { [=] { run_grid(name, grid, bdim, smem, body); }, nullptr, 0 });
+    push(st, { [=] { run_grid(name, grid, bdim, smem, body); }, nullptr, 0, nullptr });
 }
 
 static void check_copy(const void *dst, const void *src, size_t n, cudaMemcpyKind kind)
@@ -303,15 +336,19 @@ cudaError_t cudaFreeHost(void *p)
 
 cudaError_t cudaMemcpyAsync(void *dst, const void *src, size_t n, cudaMemcpyKind kind, cudaStream_t st)
 {
+    if (fate() != cudaSuccess)
+        return cudaErrorIllegalAddress;
     check_copy(dst, src, n, kind);
     if (!stream_of(st)->capture)
         count.copies++;
-    push(st, { [=] { memcpy(dst, src, n); }, nullptr, 0 });
+    push(st, { [=] { memcpy(dst, src, n); }, nullptr, 0, nullptr });
     return cudaSuccess;
 }
 
 cudaError_t cudaMemcpy(void *dst, const void *src, size_t n, cudaMemcpyKind kind)
 {
+    if (fate() != cudaSuccess)
+        return cudaErrorIllegalAddress;
     no_capture("cudaMemcpy");
     check_copy(dst, src, n, kind);
     drain_all();
@@ -321,9 +358,11 @@ cudaError_t cudaMemcpy(void *dst, const void *src, size_t n, cudaMemcpyKind kind
 
 cudaError_t cudaMemsetAsync(void *p, int v, size_t n, cudaStream_t st)
 {
+    if (fate() != cudaSuccess)
+        return cudaErrorIllegalAddress;
     if (!device_range(p, n))
         die("cudaMemsetAsync outside device memory");
-    push(st, { [=] { memset(p, v, n); }, nullptr, 0 });
+    push(st, { [=] { memset(p, v, n); }, nullptr, 0, nullptr });
     return cudaSuccess;
 }
 
@@ -360,14 +399,33 @@ cudaError_t cudaStreamDestroy(cudaStream_t st)
 
 cudaError_t cudaStreamSynchronize(cudaStream_t st)
 {
+    if (fate() != cudaSuccess)
+        return cudaErrorIllegalAddress;
     if (stream_of(st)->capture)
         die("cudaStreamSynchronize of a stream that is being captured");
     drain(stream_of(st), ~(size_t)0);
     return cudaSuccess;
 }
 
+cudaError_t cudaStreamQuery(cudaStream_t st)
+{
+    if (fate() != cudaSuccess)
+        return cudaErrorIllegalAddress;
+    if (stream_of(st)->capture)
+        die("cudaStreamQuery of a stream that is being captured");
+    return drain(stream_of(st), ~(size_t)0, false) ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t e)
+{
+    event *v = reinterpret_cast<event *>(e);
+    return !v->s || drain(v->s, v->mark, false) ? cudaSuccess : cudaErrorNotReady;
+}
+
 cudaError_t cudaStreamBeginCapture(cudaStream_t st, cudaStreamCaptureMode)
 {
+    if (fate() != cudaSuccess)
+        return cudaErrorIllegalAddress;
     if (!st || stream_of(st)->capture)
         die("cudaStreamBeginCapture: the default stream or one that is already captured");
     stream_of(st)->capture = new graph();
@@ -386,6 +444,8 @@ cudaError_t cudaStreamEndCapture(cudaStream_t st, cudaGraph_t *g)
 
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long flags)
 {
+    if (fate() != cudaSuccess)
+        return cudaErrorIllegalAddress;
     if (flags)
         die("graph flags %llu are not modelled", flags);
     *e = reinterpret_cast<cudaGraphExec_t>(new graph(*reinterpret_cast<graph *>(g)));
@@ -394,6 +454,8 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *e, cudaGraph_t g, unsigned lon
 
 cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t st)
 {
+    if (fate() != cudaSuccess)
+        return cudaErrorIllegalAddress;
     if (stream_of(st)->capture)
         die("cudaGraphLaunch into a capture");
     count.graphs++;
@@ -424,6 +486,8 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned flags)
 
 cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t st)
 {
+    if (fate() != cudaSuccess)
+        return cudaErrorIllegalAddress;
     stream *s = stream_of(st);
     if (s->capture)
         die("cudaEventRecord inside a capture is not modelled");
@@ -451,7 +515,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t st, cudaEvent_t e, unsigned flags)
     if (flags)
         die("event wait flags %u are not modelled", flags);
     if (v->s)
-        push(st, { nullptr, v->s, v->mark });
+        push(st, { nullptr, v->s, v->mark, nullptr });
     return cudaSuccess;
 }
 

@@ -66,7 +66,7 @@ static void *sched_fake;
 static const void *sched_bottom;
 static size_t sched_size;
 #endif
-static std::vector<fiber *> pool;
+static std::vector<fiber *> &pool = *new std::vector<fiber *>; // never destroyed: fibers are used until the end
 
 static unsigned long seed()
 {

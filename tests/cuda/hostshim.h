@@ -72,13 +72,17 @@ void launch(const void *fn, const char *name, dim3 grid, dim3 block, size_t smem
 
 // Put work of a fake library (cuBLAS, NCCL) into a stream: it runs, or is captured, like a kernel.
 void enqueue(cudaStream_t st, std::function<void()> work);
+// The same for work that needs another process: asked again and again until it says true.
+void enqueue_poll(cudaStream_t st, std::function<bool()> poll);
 // Run the oldest piece of work of a stream; false when there is none.
 bool run_one(cudaStream_t st);
 // Kernel launches and graph launches that the host asked for since the start; library calls count as kernels.
 struct counts {
-    long kernels, graphs, copies, reduces;
+    long kernels, graphs, copies, reduces, gathers;
 };
 extern counts count;
+// Start counting towards SHIM_FAIL anew.
+void forget_failures();
 // True when [p, p + bytes) lies inside one live cudaMalloc allocation.
 bool device_range(const void *p, size_t bytes);
 

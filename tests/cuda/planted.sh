@@ -55,6 +55,10 @@ plant 'decode: ties go to the younger slot' decode attn 's|a.pos < b.pos|a.pos >
 plant 'select: counters read before all have counted' select select \
     '/atomicAdd(&s.count/{n;n;s|__syncthreads();||}'
 plant 'rope: the int8 scale left out of one side' rope attn 's|kv.v_scale : kv.k_scale|kv.k_scale : kv.k_scale|'
+plant 'sample: the sums are read before all have added' sample sample \
+    '/atomicAdd(&s.hist/{n;n;s|__syncthreads();||}'
+plant 'sample: a share that is just reached takes one more' sample sample \
+    's|before + s.hist\[d\] < want|before + s.hist[d] <= want|'
 rm -rf "$out"
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]

@@ -9,7 +9,7 @@ mkdir -p "$out"
 passed=0 failed=0
 : >"$out/all"
 for sm in ${TARGETS:-80 86 89 90 100 120}; do
-    for k in decode kv_launch linear norm prefill rope select; do
+    for k in decode kv_launch linear norm prefill rope sample select; do
         log=$out/$k.$sm.log
         if "$nvcc" -O3 -std=c++17 --Werror all-warnings -I"$src" -Xptxas -v -gencode "arch=compute_$sm,code=sm_$sm" \
             -cubin -o "$out/$k.$sm.cubin" "$src/kernels/cuda/$k.cu" >"$log" 2>&1; then
@@ -26,6 +26,17 @@ for sm in ${TARGETS:-80 86 89 90 100 120}; do
             /Used [0-9]+ registers/ { for (i = 1; i <= NF; i++) if ($i == "Used") print sm, name, $(i + 1), spill }
         ' "$log" >>"$out/all"
     done
+done
+# What only a machine with a GPU can run must compile all the same.
+for t in cuda/test_wrappers cuda/test_attn cuda/test_linear cuda/test_select cuda/test_sample gpu/bench_kernels; do
+    if "$nvcc" -std=c++17 --Werror all-warnings -I"$src" -gencode arch=compute_90,code=sm_90 -cubin -o "$out/test.cubin" \
+        "$src/tests/$t.cu" >"$out/test.log" 2>&1; then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+        echo "FAIL: $t.cu"
+        head -n 10 "$out/test.log"
+    fi
 done
 if awk -v budget="$src/tests/cuda/budget.txt" '
     BEGIN {

@@ -122,6 +122,7 @@ struct run_setup {
     bool by_value, shared, read_between; // read_between: kv_read in every step, so that none can be a graph
     kern_kv_dtype dtype;
     std::vector<std::vector<int>> forced; // tokens to feed at decode; empty: greedy
+    bool sampled;                         // the backend chooses: no logits
 };
 
 struct run_result {
@@ -129,8 +130,11 @@ struct run_result {
     std::vector<std::vector<int>> token;                 // [lane][step]
     std::vector<int> kept;                               // positions of the last step, lane, layer, head, slot in order
     std::vector<float> scores, mass;
-    std::vector<long> launches, graphs;                  // per decode step
+    std::vector<long> launches, graphs, rows;            // per decode step
+    std::string failed;                                  // why nothing was computed any more
 };
+
+static int tp_now = 1; // ranks of the next run of ops_cuda
 
 static ops_config config(int lanes, kern_kv_dtype dtype)
 {
@@ -143,6 +147,7 @@ static ops_config config(int lanes, kern_kv_dtype dtype)
     cfg.max_lanes = lanes;
     cfg.max_rows = 256;
     cfg.max_pages = 20;
+    cfg.tp = tp_now;
     return cfg;
 }
 
@@ -203,7 +208,7 @@ struct runner {
             o->score_begin(be, lane, n);
         for (int t = 0; t < n; t += OPS_TILE) {
             int rows = std::min(OPS_TILE, n - t), from = r.budget ? std::max(0, n - 16 - t) : rows;
-            ops_seg seg = { lane, 0, rows, t, t, nullptr, from };
+            ops_seg seg = { lane, 0, rows, t, nullptr, t, nullptr, from };
             std::vector<int32_t> tok(p.begin() + t, p.begin() + t + rows);
             ops_pass pass = { rows, 1, tok.data(), &seg };
             float *xt = x + (size_t)t * m.d.d_model;
@@ -243,7 +248,7 @@ struct runner {
             int pos = (int)s.prompts[lane[i]].size() + (int)out.token[lane[i]].size() - 1;
             tok[i] = out.token[lane[i]].back();
             row[i] = i;
-            seg[i] = { lane[i], i, 1, pos, 0, nullptr, i + 1 };
+            seg[i] = { lane[i], i, 1, pos, nullptr, 0, nullptr, i + 1 };
             for (int l = 0; l < m.d.n_layer; l++)
                 for (int h = 0; h < nk; h++) {
                     size_t k = at(lane[i], l, h);
@@ -277,7 +282,15 @@ struct runner {
             std::vector<float> score(k);
             o->kv_read(be, lane[0], 0, 0, pos.data(), score.data());
         }
-        o->logits(be, x, row.data(), n, logits.data());
+        if (s.sampled) {
+            std::vector<ops_sample> choice(n, ops_sample());
+            o->sample(be, x, row.data(), n, choice.data(), nullptr);
+            for (int i = 0; i < n; i++) // as if its logit alone were not 0
+                logits[(size_t)i * m.d.n_vocab + choice[i].token] = 1;
+        } else {
+            o->logits(be, x, row.data(), n, logits.data());
+        }
+        out.rows.push_back(n);
         out.launches.push_back(shim::count.kernels - before.kernels + shim::count.copies - before.copies);
         out.graphs.push_back(shim::count.graphs - before.graphs);
         for (int i = 0; i < n; i++)
@@ -305,10 +318,17 @@ struct runner {
         lanes = (int)s.prompts.size();
         ops_config cfg = config(lanes + 1, o == &ops_cpu ? KERN_KV_F32 : s.dtype);
         be = o->open(&cfg, &m.src, &err);
-        if (!be || !(kv = o->kv_init(be, (uint32_t)(lanes * m.d.n_layer * m.d.n_kv * 14), &err))) {
-            printf("%s: %s\n", o->name, err.msg);
-            exit(2);
-        }
+        if (!be || !(kv = o->kv_init(be, (uint32_t)(lanes * m.d.n_layer * m.d.n_kv * 14), &err)))
+            out.failed = err.msg;
+        else
+            all();
+        if (be && o->failed && o->failed(be))
+            out.failed = o->failed(be);
+        o->close(be);
+    }
+    void all()
+    {
+        skv_error err;
         out.logits.resize(lanes);
         out.token.resize(lanes);
         std::vector<int> first, all;
@@ -319,6 +339,8 @@ struct runner {
                 rule[lane].push_back(make_rule(i));
             int n = (int)s.prompts[lane].size();
             float *x = o->state_new(be, n, &err);
+            if (!x)
+                return;
             for (int i = 0; i < m.d.n_layer; i++)
                 prefill_layer(lane, i, x);
             int32_t last = n - 1;
@@ -328,19 +350,25 @@ struct runner {
             all.push_back(lane);
         }
         float *x = o->state_new(be, lanes + 1, &err);
+        if (!x)
+            return;
         for (int i = 0; i < s.steps; i++) { // some steps without the first lane: batches of two sizes
             std::vector<int> now(all.begin() + (lanes > 1 && i % 4 == 3), all.end());
             decode(x, now);
         }
         read_all();
         o->state_free(be, x);
-        o->close(be);
     }
 };
 
 static run_result run(const ops *o, const small_model &m, const run_setup &s)
 {
-    return runner(o, m, s).out;
+    run_result r = runner(o, m, s).out;
+    if (!r.failed.empty()) {
+        printf("%s: %s\n", o->name, r.failed.c_str());
+        exit(2);
+    }
+    return r;
 }
 
 static std::vector<int> random_prompt(int n, int vocab)
@@ -402,36 +430,44 @@ static void graphs_and_batches(const small_model &m, run_setup s)
     CHECK(graph.kept == eager.kept && graph.scores == eager.scores);
     for (size_t lane = 0; lane < s.prompts.size(); lane++)
         CHECK(same_bits(graph, eager, (int)lane)); // replays with changed data equal the plain launches
-    // After a shape's first step (the capture), a decode step is one graph launch and nothing else.
+    // A decode step is one graph launch, and a copy for each row whose logits the host wants.
     for (size_t i = 0; i < graph.graphs.size(); i++) {
-        CHECK(graph.graphs[i] == 1 && graph.launches[i] == 0);
+        CHECK(graph.graphs[i] == 1 && graph.launches[i] == graph.rows[i]);
         CHECK(eager.graphs[i] == 0);
     }
+    // Where tokens are chosen on the device it is that launch and nothing else.
+    run_setup on_device = s;
+    on_device.sampled = true;
+    run_result chosen = run(&ops_cuda, m, on_device);
+    CHECK(chosen.token == graph.token && chosen.kept == graph.kept);
+    for (size_t i = 0; i < chosen.graphs.size(); i++)
+        CHECK(chosen.graphs[i] == 1 && chosen.launches[i] == 0);
     // A lane alone gives the same bits as among others.
     for (size_t lane = 1; lane < s.prompts.size(); lane++) {
         run_setup one = s;
         one.prompts = { s.prompts[lane] };
-        CHECK(same_bits(run(&ops_cuda, m, one), { { graph.logits[lane] }, {}, {}, {}, {}, {}, {} }, 0));
+        CHECK(same_bits(run(&ops_cuda, m, one), { { graph.logits[lane] }, {}, {}, {}, {}, {}, {}, {}, {} }, 0));
     }
 }
 
-static void tensor_parallel(const small_model &m, const run_setup &s)
+static void tensor_parallel(const small_model &m, const run_setup &s, int most)
 {
     // Sums over ranks round in another order; where nothing is evicted that changes nothing that is chosen.
     bool evicts = s.budget < 300;
     run_result one = run(&ops_cuda, m, s);
     run_setup again = s;
     again.forced = one.token;
-    setenv("SHIM_DEVICES", "3", 1);
-    for (int n = 2; n <= 3; n++) {
-        setenv("SKVD_TP", std::to_string(n).c_str(), 1);
-        long before = shim::count.reduces;
+    setenv("SHIM_DEVICES", std::to_string(most).c_str(), 1);
+    for (int n = 2; n <= most; n++) {
+        tp_now = n;
+        long before = shim::count.reduces, gathers = shim::count.gathers;
         run_result tp = run(&ops_cuda, m, evicts ? again : s);
         long passes = 0;
         for (const std::vector<int> &p : s.prompts)
             passes += ((long)p.size() + OPS_TILE - 1) / OPS_TILE;
         long captured = 2; // decode batches of two sizes: a capture issues the calls once
         CHECK(shim::count.reduces - before == 2 * m.d.n_layer * (passes + captured));
+        CHECK(shim::count.gathers - gathers == (long)s.prompts.size() + captured); // of logits: one a prompt, one a step
         CHECK(tp.token == one.token);
         size_t same = 0;
         for (size_t i = 0; i < std::min(tp.kept.size(), one.kept.size()); i++)
@@ -443,7 +479,7 @@ static void tensor_parallel(const small_model &m, const run_setup &s)
                 rig::worsen(worst, distance(tp.logits[lane][i], one.logits[lane][i]));
         close_to("tensor parallel logits", worst, 0, evicts ? 0.2 : 0.03);
     }
-    unsetenv("SKVD_TP");
+    tp_now = 1;
     unsetenv("SHIM_DEVICES");
 }
 
@@ -469,10 +505,31 @@ static void refusals(const small_model &m)
     setenv("SHIM_DEVICES", "0", 1);
     CHECK(!ops_cuda.open(&cfg, &m.src, &err) && err.code == SKV_BAD_CONFIG);
     setenv("SHIM_DEVICES", "2", 1);
-    setenv("SKVD_TP", "3", 1);
+    cfg.tp = 3;
     CHECK(!ops_cuda.open(&cfg, &m.src, &err) && err.code == SKV_BAD_CONFIG);
     unsetenv("SHIM_DEVICES");
-    unsetenv("SKVD_TP");
+    tp_now = 1;
+}
+
+// A device that fails at any moment: the run ends with a reason, nothing crashes, nothing is leaked or used after it.
+static void failures(const small_model &m, const run_setup &s, int ranks)
+{
+    bool open = false, later = false, whole = false;
+    setenv("SHIM_DEVICES", std::to_string(ranks).c_str(), 1);
+    tp_now = ranks;
+    for (long n = 1; !whole; n += 1 + n / 4) {
+        setenv("SHIM_FAIL", std::to_string(n).c_str(), 1);
+        shim::forget_failures();
+        runner r(&ops_cuda, m, s);
+        whole = r.out.failed.empty();
+        open = open || (!whole && !r.be);
+        later = later || (!whole && r.be && !r.out.token.empty() && !r.out.token[0].empty());
+        CHECK(whole || r.out.failed.find("error 700") != std::string::npos || !r.be);
+    }
+    CHECK(open && later);
+    unsetenv("SHIM_FAIL");
+    unsetenv("SHIM_DEVICES");
+    tp_now = 1;
 }
 
 int main(int argc, char **argv)
@@ -480,16 +537,30 @@ int main(int argc, char **argv)
     bool small_run = argc > 1 && strcmp(argv[1], "small") == 0;
     small_model plain(3, 3, 3, 64, false), extras(2, 2, 2, 80, true);
     run_setup s = { { random_prompt(33, 301), random_prompt(small_run ? 20 : 270, 301), random_prompt(1, 301) },
-                    small_run ? 4 : 6, 400, false, false, false, KERN_KV_BF16, {} };
+                    small_run ? 4 : 6, 400, false, false, false, KERN_KV_BF16, {}, false };
     refusals(plain);
     against_cpu(plain, s, "bf16, nothing evicted", 0.03, 1.0);
     s.budget = 20;
     s.by_value = true;
     against_cpu(plain, s, "bf16, budget 20", 0.2, 0.8);
     graphs_and_batches(plain, s);
-    tensor_parallel(plain, s);
+    tensor_parallel(plain, s, 3);
     s.budget = 400;
-    tensor_parallel(plain, s);
+    tensor_parallel(plain, s, 3);
+    // More ranks than KV heads: 2, 3 and 4 share one of four query heads; of three, two share the first of two.
+    small_model one_head(2, 1, 4, 64, false), two_heads(2, 2, 2, 64, false);
+    tensor_parallel(one_head, s, small_run ? 2 : 4);
+    tensor_parallel(two_heads, s, 3);
+    s.budget = 20;
+    s.by_value = true;
+    tensor_parallel(one_head, s, small_run ? 2 : 4);
+    s.by_value = false;
+    s.steps = 2;
+    failures(two_heads, s, 1);
+    failures(two_heads, s, 2);
+    s.steps = small_run ? 4 : 6;
+    s.by_value = true;
+    s.budget = 20;
     if (!small_run) {
         s.shared = true;
         s.dtype = KERN_KV_INT8;

@@ -92,18 +92,18 @@ static void test_dequant(int type)
 
 static void test_qmv(int type, int n)
 {
-    int rows = between(1, 70), cols = 256 * between(1, 5), ldy = rows + 3;
+    int rows = between(1, 70), cols = 256 * between(1, 5), ldy = rows + 3, ldx = cols + 8 * between(0, 2);
     weight_rig t(type, rows, cols);
-    std::vector<float> x = randoms((size_t)n * cols);
+    std::vector<float> x = randoms((size_t)n * ldx);
     dev<float> dx(x), y((size_t)n * ldy);
-    cu_qmv(0, t.w, dx.p, n, y.p, ldy);
+    cu_qmv(0, t.w, dx.p, ldx, n, y.p, ldy);
     std::vector<float> got = y.get();
     double worst = 0;
     for (int r = 0; r < n; r++)
         for (int o = 0; o < rows; o++) {
             double want = 0, size = 1e-3;
             for (int c = 0; c < cols; c++) {
-                double v = (double)t.exact[(size_t)o * cols + c] * x[(size_t)r * cols + c];
+                double v = (double)t.exact[(size_t)o * cols + c] * x[(size_t)r * ldx + c];
                 want += v;
                 size += fabs(v);
             }
@@ -111,8 +111,8 @@ static void test_qmv(int type, int n)
         }
     close_to("product", worst, 0, 2e-6);
     // A row's result is the same bits whatever the batch.
-    dev<float> one(std::vector<float>(x.end() - cols, x.end())), y1(ldy);
-    cu_qmv(0, t.w, one.p, 1, y1.p, ldy);
+    dev<float> one(std::vector<float>(x.end() - ldx, x.end())), y1(ldy);
+    cu_qmv(0, t.w, one.p, ldx, 1, y1.p, ldy);
     std::vector<float> alone = y1.get();
     CHECK(memcmp(alone.data(), &got[(size_t)(n - 1) * ldy], rows * sizeof(float)) == 0);
 }
