@@ -405,7 +405,7 @@ class Terminal(unittest.TestCase):
     def keys(self, *keys):
         self.tmux("send-keys", *keys)
 
-    def wait_for(self, text, seconds=15):
+    def wait_for(self, text, seconds=60):
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             screen = self.tmux("capture-pane", "-p")

@@ -12,7 +12,7 @@ import sys
 import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from skvwire import Refused  # noqa: E402
+from skvwire import Refused, pack  # noqa: E402
 from troubles_rig import (CONTEXT, GREEDY, SANITIZED, SLOW, SPARSE, Running, ask, daemon, end_sessions, fresh, gone,  # noqa: E402
                           greedy, heavy_model, healthy, learn, model, own, prompt, read_tokens, refused, rss_kb, run, streamed, until)
 
@@ -188,13 +188,14 @@ def test_08_prompts_around_the_context(d):
 def test_09_larger_than_the_pool():
     with Running("--kv-memory", "300K") as d:
         with d.peer(timeout=60) as p:
-            solo = ask(p, 100, 200)["tokens"]
-            small = p.start("generate", **greedy(100, 200))
-            read_tokens(p, small, 1)
-            e = refused(lambda: ask(p, 1000, 10, kv={"policy": "full"}), "too_large")
+            solo = ask(p, 100, 800)["tokens"]
+            # in one write: the small model is done with all of it while a busy machine lets this script wait
+            p.raw(pack([0, 901, "generate", [greedy(100, 800)]]) +
+                  pack([0, 902, "generate", [greedy(1000, 10, kv={"policy": "full"})]]))
+            e = refused(lambda: p.result(902), "too_large")
             assert "KiB" in e["message"] and "1000 prompt" in e["message"], e
-            assert len(p.tokens(small)) < 200, "refused only when the others were done"
-            assert p.result(small)["tokens"] == solo
+            assert len(p.tokens(901)) < 800, "refused only when the others were done"
+            assert p.result(901)["tokens"] == solo
 
 
 @own
