@@ -522,6 +522,20 @@ static void decode_end(const struct attn_job *job, int unit, struct attn_scratch
         c->kv.victim[at] = decode_victim(c, rule, table, c->kv.len[at], seg->pos0);
 }
 
+/* This worker's next split is likely that of task `item`, the one after the other workers': its first pages are what the block's
+ * last ones prefetch. */
+static void prefetch_from(const struct attn_job *job, int item, struct kern_attn_block *b)
+{
+    const struct cpu *c = job->c;
+    if (item >= c->aw->first[job->n_unit])
+        return;
+    int unit = cpu_attn_unit(c->aw, job->n_unit, item), slot0 = (item - c->aw->first[unit]) * KERN_ATTN_BLOCK;
+    size_t at = cpu_kv_index(c, job->seg[unit / c->d.n_kv].lane, job->layer, unit % c->d.n_kv);
+    const uint32_t *table = c->kv.table + at * c->kv.max_pages + slot0 / SLOTS;
+    for (int i = 0; i < 2 && slot0 + i * SLOTS < c->kv.len[at]; i++)
+        b->v[b->n_page + i] = cpu_page(c, table[i]) + c->kv.page.k;
+}
+
 static void decode_task(void *arg, int item, int worker)
 {
     const struct attn_job *job = arg;
@@ -539,10 +553,8 @@ static void decode_task(void *arg, int item, int worker)
     float alpha[KERN_ATTN_TILE];
 
     cpu_attn_block(c, form, table, slot0, c->kv.len[at] - slot0, NULL, w->panel, &b);
-    /* This worker's next split is likely the one after the other workers'. */
-    int ahead = slot0 + workers_count(c->workers) * KERN_ATTN_BLOCK;
-    for (int i = 0; i < 2 && !form->panel && ahead + i * SLOTS < c->kv.len[at]; i++)
-        b.v[b.n_page + i] = cpu_page(c, table[ahead / SLOTS + i]) + c->kv.page.k;
+    if (!form->panel)
+        prefetch_from(job, item + workers_count(c->workers), &b);
     pack_group(c, form, seg->row0, head, w->q);
     memset(rec.o, 0, (size_t)c->g * b.hd * sizeof *rec.o);
     for (int r = 0, n; r < c->g; r += n) {
