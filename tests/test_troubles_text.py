@@ -2,11 +2,12 @@
 """Situations that users of other servers reported, where the text matters: with the real model; skipped where it is absent.
 See test_troubles.py."""
 import os
+import re
 import shutil
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from troubles_rig import REAL, SANITIZED, SPARSE, daemon, run, streamed  # noqa: E402
+from troubles_rig import REAL, SANITIZED, SPARSE, Running, daemon, own, run, streamed  # noqa: E402
 import troubles_rig  # noqa: E402
 
 COUNT = {"prompt": "one two three four five six seven eight nine one two two three four five six seven", "raw": True,
@@ -74,6 +75,40 @@ def test_35_short_prompts_say_the_same(d):
                 r = streamed(p, **dict(ask, kv={"policy": policy}))
                 assert r["tokens"] == full["tokens"], (policy, r["text"])
                 assert r["kv"]["slots_kept"] == r["kv"]["slots_full"], r["kv"]
+
+
+def held(pid, pool_bytes):
+    """MiB of memory that a process holds: [the KV pool, what is mapped of the model's file, all else]."""
+    got = [0, 0, 0]
+    kind = 2
+    with open("/proc/%d/smaps" % pid) as f:
+        for line in f:
+            m = re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ *(.*)", line)
+            if m:
+                size = int(m.group(2), 16) - int(m.group(1), 16)
+                kind = 0 if abs(size - pool_bytes) < 1 << 20 and not m.group(3) else 1 if m.group(3).endswith(".gguf") else 2
+            elif line.startswith("Rss:"):
+                got[kind] += int(line.split()[1]) / 1024
+    return got
+
+
+@own
+def test_memory_beside_weights_and_pool():
+    """A prompt of the whole context and eight clients at once: all that is held beside the file and the pool, the repacked
+    copy of the weights with it, is below 150 MiB."""
+    with Running("--kv-memory", "160M", "--context", "4096", "--threads", "2", gguf=REAL) as d:
+        with d.peer(timeout=300) as p:
+            kv = p.call("kv")
+            context = p.call("hello")["model"]["context"]
+            long = [20 + i * i % 49000 for i in range(context - 10)]
+            p.call("generate", tokens=long, max_tokens=4, stream=False, ignore_eos=True, kv={"policy": "full"})
+            ids = [p.start("generate", tokens=long[i:i + 300], max_tokens=30, ignore_eos=True, stream=False) for i in range(8)]
+            for i in ids:
+                p.result(i)
+            pool, mapped, rest = held(d.p.pid, kv["pages_total"] * kv["page_bytes"])
+            print("a context of %d: pool %.0f MiB, of the file %.0f MiB, beside them %.0f MiB" % (context, pool, mapped, rest))
+            assert pool > 80, "the pool was not found"
+            assert rest < 150, (pool, mapped, rest)
 
 
 def start():
