@@ -166,7 +166,7 @@ __device__ __forceinline__ int smp_choose(int n, Key key_at, const smp_row &u, f
 }
 
 // One block a row. A row that is not `on` is left alone: its logits go to the host.
-__global__ void __launch_bounds__(SMP_THREADS) sample_rows(smp_params p)
+__global__ void __launch_bounds__(SMP_THREADS, 1) sample_rows(smp_params p)
 {
     DYN_SMEM(smp_smem, sp);
     smp_smem &s = *sp;

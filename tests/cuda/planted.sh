@@ -34,8 +34,12 @@ plant() {
         return
     fi
     # shellcheck disable=SC2046
-    "$cxx" -o "$out/test" "$top/tests/cuda/plain/test_$3.o" "$out/bug.o" $(others "$2") "$top/.libs/libkernels.a" \
-        "$top/.libs/libskverror.a" -lpthread -lm || return
+    if ! "$cxx" -o "$out/test" "$top/tests/cuda/plain/test_$3.o" "$out/bug.o" $(others "$2") "$top/.libs/libkernels.a" \
+        "$top/.libs/libskverror.a" -lpthread -lm; then
+        echo "FAIL: $1: does not link"
+        failed=$((failed + 1))
+        return
+    fi
     if "$out/test" small >"$out/log" 2>&1; then
         echo "FAIL: $1: the tests pass all the same"
         failed=$((failed + 1))

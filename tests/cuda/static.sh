@@ -56,7 +56,7 @@ if awk -v budget="$src/tests/cuda/budget.txt" '
         if ($3 > r || $4 > s) { print "over budget: sm_" $1 " " $2 ": " $3 " registers, " $4 " bytes spilled"; bad = 1 }
     }
     END {
-        for (f in n) printf "%-14s %4d kernels, at most %3d registers, %d bytes spilled\n", f, n[f], most[f], spilled[f]
+        for (k in n) printf "%-14s %4d kernels, at most %3d registers, %d bytes spilled\n", k, n[k], most[k], spilled[k]
         exit bad
     }' "$out/all"; then
     passed=$((passed + 1))
@@ -73,7 +73,7 @@ args=$(awk '
     END {
         for (k in regs) {
             d = hd[k]
-            if (name[k] == "fa_prefill") print k, regs[k], 64 * (d + 8) * 2 + d / 2 * 160 + 16 * (d + 8) * 4 + 256, d > 128 ? 256 : 128
+            if (name[k] == "fa_prefill") print k, regs[k], 64 * (d + 8) * 2 + d / 2 * 160 + 16 * (d + 8) * 4 + 256, (d > 128 ? 256 : 128)
             else print k, regs[k], 64 * (d + 8) * 2 + 512, 128
         }
     }' "$out/all" | sort)
