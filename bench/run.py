@@ -2,7 +2,7 @@
 """The benches behind the README's tables: `make bench BENCH_FLAGS="..."`, or
 
     bench/run.py --build DIR [--parts PART,...] [--llama DIR] [--model-q8 GGUF] [--openvino PYTHON] [--rounds N] [--json] [--out FILE]
-    bench/run.py --tables FILE...          # the tables again, from what --out wrote
+    bench/run.py --tables FILE... [--parts PART,...]      # the tables again, from what --out wrote; "limits" is a part there
 
 kernels  tests/bench_kernels: each operation: shape, time, rate, share of what the machine can do (measured in the same run)
 engine   prefill and decode, skvd's engine and the peers in turn, round after round, so that noise hits all; the ratio is the
@@ -223,6 +223,7 @@ def kernels(a, rec):
 
 
 PARTS = {"kernels": kernels, "engine": engine, "batch": batch, "serve": serve, "job": job, "shapes": shapes, "health": health.measure}
+USUAL = "kernels,engine,batch,serve,health"
 
 
 def options():
@@ -230,7 +231,7 @@ def options():
     p.add_argument("--build")
     p.add_argument("--model", default=os.path.expanduser("~/.cache/skvd/SmolLM2-135M-Instruct.Q4_1.gguf"))
     p.add_argument("--model-q8")
-    p.add_argument("--parts", default="kernels,engine,batch,serve,health", help="of " + ",".join(PARTS))
+    p.add_argument("--parts", help="of %s (%s)" % (",".join(PARTS), USUAL))
     p.add_argument("--rows", help="of the engine part, such as prefill:512,decode:4000")
     p.add_argument("--job", default="4000:500:20", help="tokens in : out : requests (4000:500:20)")
     p.add_argument("--only", help="names of the job part, with ; between: those and no others", type=lambda s: s.split(";"))
@@ -260,13 +261,13 @@ def main():
     if a.tables:
         for path in a.tables:
             with open(path, encoding="utf-8") as f:
-                rec.all += [json.loads(line) for line in f]
+                rec.all += [r for r in map(json.loads, f) if not a.parts or r["part"] in a.parts.split(",")]
         a.machine = rec.all[0]["machine"] if rec.all else a.machine
     else:
         with tempfile.TemporaryDirectory(prefix="skvd-bench-") as a.tmp:
             write_prompts(a)
             say(a.machine)
-            for part in a.parts.split(","):
+            for part in (a.parts or USUAL).split(","):
                 say("-- " + part)
                 PARTS[part](a, rec)
     if a.json:
