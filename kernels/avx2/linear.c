@@ -115,6 +115,7 @@ INLINE void tile_bytes(const uint8_t *u, size_t step, const float *sd, const flo
                        const struct ahead *next, int n_group, float *out, const int R, const int per, const int run)
 {
     const __m256i ones = _mm256_set1_epi16(1);
+    const int runs = 8 / per / run; /* a checked division in the loop's head would keep gcc's sanitizers from unrolling it */
     __m256 acc[TILE][2];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
@@ -125,7 +126,7 @@ INLINE void tile_bytes(const uint8_t *u, size_t step, const float *sd, const flo
         for (int s = 0; s < per; s++, sd += KERN_PANEL, sm += KERN_PANEL) {
             __m256i sum[TILE][2];
 #pragma GCC unroll 4
-            for (int c = 0; c < 8 / per / run; c++) {
+            for (int c = 0; c < runs; c++) {
                 __m256i p[TILE][2];
 #pragma GCC unroll 8
                 for (int v = 0; v < run; v++) {
