@@ -184,7 +184,7 @@ def main():
                     "--head-dim", "16", "--ffn", "128", "--context", "1024", "--tied", "0", "--seed", "7", model], check=True)
     sock = os.path.join(tmp, "sock")
     d = Daemon([os.path.join(BUILD, "skvd"), "--model", model, "--socket", sock, "--kv-memory", "3M", "--threads", "2",
-                "--log-level", "warning", "--config", "/dev/null", "--reader-timeout", "2s", "--frame-timeout", "2s"],
+                "--log-level", "warning", "--config", "/dev/null", "--reader-timeout", "30s", "--frame-timeout", "2s"],
                sock, os.path.join(tmp, "log"), wait=False)
     while True: # between bind and listen the path is there and nobody behind it
         try:
