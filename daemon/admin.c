@@ -62,8 +62,8 @@ static void apply(struct server *s, const struct config *from, const struct opti
         log_set_level(config_syslog_level(&s->cfg));
 }
 
-/* Tell the engine one value. parent NULL: nobody waits, a failure is logged. */
-static int tell_engine(struct server *s, struct request *parent, const struct option_row *o, int old, struct skv_error *err)
+/* Tell the engine one value; the answer goes to parent. */
+static int tell_engine(struct server *s, struct request *parent, const struct option_row *o, int64_t old, struct skv_error *err)
 {
     struct engine_request *er;
     struct request *r;
@@ -83,9 +83,70 @@ static int tell_engine(struct server *s, struct request *parent, const struct op
     r->parent = parent;
     r->option = o;
     r->old = old;
-    if (parent != NULL)
-        parent->pending++;
+    parent->pending++;
     return 0;
+}
+
+static uint64_t bit_of(const struct option_row *o)
+{
+    return (uint64_t)1 << (o - config_options);
+}
+
+void admin_refused(struct request *p, const struct option_row *o, enum skv_code code, const char *message)
+{
+    if (message == NULL)
+        message = skv_code_name(code);
+    log_line(LOG_WARNING, "%s name=%s refused detail=\"%s\"", p->method->name, o->name, message);
+    p->refused |= bit_of(o);
+    if (p->failed.code == SKV_OK)
+        skv_fail(&p->failed, code, "%s", message);
+}
+
+/* Apply one value of `from` and, if it is the engine's, tell it. */
+static void apply_and_tell(struct server *s, struct request *p, const struct config *from, const struct option_row *o)
+{
+    int64_t old = o->where & OPTION_ENGINE ? config_get_number(&s->cfg, o) : 0;
+    struct skv_error err;
+
+    apply(s, from, o);
+    if ((o->where & OPTION_ENGINE) && tell_engine(s, p, o, old, &err) != 0) {
+        config_set_number(&s->cfg, o, old);
+        admin_refused(p, o, err.code, err.msg);
+    }
+}
+
+static void name_list(struct wire_buf *b, const char *key, uint64_t bits)
+{
+    wire_str(b, key);
+    wire_array(b, (uint32_t)__builtin_popcountll(bits));
+    for (int i = 0; i < config_n_options; i++)
+        if (bits & (uint64_t)1 << i)
+            wire_str(b, config_options[i].name);
+}
+
+void admin_settings_done(struct request *p)
+{
+    struct server *s = p->srv;
+    struct wire_buf *b = &s->out;
+    struct client *c = p->c;
+    struct skv_error e;
+
+    wire_buf_clear(b);
+    if (p->method->id == METHOD_RELOAD) {
+        wire_response(b, p->msgid);
+        wire_map(b, 3);
+        name_list(b, "applied", p->applied & ~p->refused);
+        name_list(b, "restart", p->restart);
+        name_list(b, "refused", p->refused);
+    } else if (p->failed.code != SKV_OK) {
+        client_wire_error(s, &p->failed, &e);
+        wire_response_error(b, p->msgid, &e);
+    } else {
+        reply_settings(b, p->msgid, s);
+    }
+    requests_end(p);
+    if (c != NULL)
+        client_send(c, b);
 }
 
 /* Check every pair on a copy first: all are applied or none. */
@@ -117,87 +178,62 @@ static int method_set(struct client *c, uint32_t msgid, const struct method *m, 
 {
     struct server *s = c->srv;
     struct config trial;
-    struct request *r;
-    int rc, old[SET_MAX];
+    struct request *r = NULL;
+    int rc;
 
     if (a->n_settings > SET_MAX)
         return skv_fail(err, SKV_BAD_REQUEST, "set takes at most %d settings at once", SET_MAX);
     memset(&trial, 0, sizeof trial);
     rc = check_settings(s, a, &trial, err);
+    if (rc == 0 && (r = requests_new(s, c, msgid, m)) == NULL)
+        rc = skv_fail(err, SKV_NO_MEMORY, "no memory for another request");
+    if (rc == 0)
+        r->pending = 1; /* ours, until all commands are on their way */
     for (int i = 0; i < a->n_settings && rc == 0; i++) {
-        if (config_find(a->settings[i].name)->where & OPTION_ENGINE)
-            old[i] = config_int(&s->cfg, config_find(a->settings[i].name));
-        apply(s, &trial, config_find(a->settings[i].name));
-        log_line(LOG_INFO, "set uid=%u pid=%d name=%s value=%s", c->uid, (int)c->pid, config_find(a->settings[i].name)->name,
-                 a->settings[i].value);
+        const struct option_row *o = config_find(a->settings[i].name);
+
+        log_line(LOG_INFO, "set uid=%u pid=%d name=%s value=%s", c->uid, (int)c->pid, o->name, a->settings[i].value);
+        apply_and_tell(s, r, &trial, o);
     }
     config_fini(&trial);
-    if (rc != 0)
-        return -1;
-    r = requests_new(s, c, msgid, m);
-    if (r == NULL)
-        return skv_fail(err, SKV_NO_MEMORY, "no memory for another request");
-    r->pending = 1; /* ours, until all commands are on their way */
-    for (int i = 0; i < a->n_settings && rc == 0; i++)
-        if (config_find(a->settings[i].name)->where & OPTION_ENGINE)
-            rc = tell_engine(s, r, config_find(a->settings[i].name), old[i], err);
-    if (rc != 0)
-        r->failed = *err;
-    if (--r->pending > 0)
-        return 0; /* the last command answers */
-    requests_end(r);
-    if (rc == 0) {
-        wire_buf_clear(&s->out);
-        reply_settings(&s->out, msgid, s);
-        client_send(c, &s->out);
-    }
+    if (rc == 0 && --r->pending == 0)
+        admin_settings_done(r); /* else the last command's end does it */
     return rc;
 }
 
-static void name_list(struct wire_buf *b, const char *key, const struct option_row *const *v, int n)
+int admin_reload(struct server *s, struct client *c, uint32_t msgid, struct skv_error *err)
 {
-    wire_str(b, key);
-    wire_array(b, (uint32_t)n);
-    for (int i = 0; i < n; i++)
-        wire_str(b, v[i]->name);
-}
-
-int admin_reload(struct server *s, struct wire_buf *answer, uint32_t msgid, struct skv_error *err)
-{
-    const struct option_row *applied[128], *restart[128];
-    int n_applied = 0, n_restart = 0;
     struct config fresh;
+    struct request *r;
 
-    _Static_assert(sizeof applied / sizeof *applied >= 64, "room for every option");
     if (config_load(s->args, &fresh, err) != 0) {
         log_line(LOG_WARNING, "reload failed detail=\"%s\"", err->msg);
         return -1;
     }
-    for (int i = 0; i < config_n_options && i < 128; i++) {
+    r = requests_new(s, c, msgid, &method_table[METHOD_RELOAD]);
+    if (r == NULL) {
+        config_fini(&fresh);
+        return skv_fail(err, SKV_NO_MEMORY, "no memory for another request");
+    }
+    r->pending = 1;
+    for (int i = 0; i < config_n_options && i < 64; i++) {
         const struct option_row *o = &config_options[i];
-        struct skv_error why;
 
         if (!(o->where & OPTION_FILE) || config_same(&s->cfg, &fresh, o))
             continue;
         if (!(o->where & OPTION_LIVE)) {
-            restart[n_restart++] = o;
+            r->restart |= bit_of(o);
             log_line(LOG_WARNING, "reload name=%s needs=restart", o->name);
             continue;
         }
-        apply(s, &fresh, o);
-        applied[n_applied++] = o;
+        r->applied |= bit_of(o);
         log_line(LOG_INFO, "reload name=%s applied", o->name);
-        if ((o->where & OPTION_ENGINE) && tell_engine(s, NULL, o, 0, &why) != 0)
-            log_line(LOG_WARNING, "reload name=%s detail=\"%s\"", o->name, why.msg);
+        apply_and_tell(s, r, &fresh, o);
     }
     config_fini(&fresh);
     log_reopen();
-    if (answer != NULL) {
-        wire_response(answer, msgid);
-        wire_map(answer, 2);
-        name_list(answer, "applied", applied, n_applied);
-        name_list(answer, "restart", restart, n_restart);
-    }
+    if (--r->pending == 0)
+        admin_settings_done(r);
     return 0;
 }
 
@@ -313,8 +349,9 @@ static int method_kill(struct client *c, uint32_t msgid, const struct method *m,
     return 0;
 }
 
-void admin_kill(struct request *r, const struct engine_answer *a)
+void admin_end_sequence(struct request *r, const struct engine_answer *a)
 {
+    bool cancel = r->method->id == METHOD_CANCEL;
     struct server *s = r->srv;
     struct client *c = r->c;
     bool found = false;
@@ -324,14 +361,14 @@ void admin_kill(struct request *r, const struct engine_answer *a)
         found = found || a->seq[i].id == r->sequence;
     if (found) {
         engine_kill(s->engine, r->sequence);
-        log_line(LOG_INFO, "kill sequence=%llu uid=%u pid=%d", (unsigned long long)r->sequence, r->uid, (int)r->pid);
+        log_line(LOG_INFO, "%s sequence=%llu uid=%u pid=%d", r->method->name, (unsigned long long)r->sequence, r->uid, (int)r->pid);
     }
     if (c == NULL)
         return;
     requests_answered(r);
-    if (found) {
+    if (found || cancel) {
         wire_buf_clear(&s->out);
-        reply_flag(&s->out, r->msgid, "killed", true);
+        reply_flag(&s->out, r->msgid, cancel ? "cancelled" : "killed", found);
         client_send(c, &s->out);
     } else {
         skv_fail(&err, SKV_NOT_FOUND, "there is no sequence %llu; sequences lists them", (unsigned long long)r->sequence);
@@ -379,11 +416,8 @@ void admin_method(struct client *c, uint32_t msgid, const struct method *m, stru
         rc = method_kill(c, msgid, m, a, &err);
         break;
     case METHOD_RELOAD:
-        wire_buf_clear(&s->out);
-        rc = admin_reload(s, &s->out, msgid, &err);
-        if (rc == 0)
-            client_send(c, &s->out);
-        else
+        rc = admin_reload(s, c, msgid, &err);
+        if (rc != 0 && err.code != SKV_NO_MEMORY)
             err.code = SKV_BAD_REQUEST; /* the file's line is in the message */
         break;
     case METHOD_SUBSCRIBE:

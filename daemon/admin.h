@@ -16,11 +16,15 @@ int admin_init(struct server *s, struct skv_error *err);
 /* set, get, drain, resume, shutdown, reload, subscribe, kill: answers, or puts a request in flight. */
 void admin_method(struct client *c, uint32_t msgid, const struct method *m, struct args *a);
 
-/* kill, once the engine has listed its sequences. */
-void admin_kill(struct request *r, const struct engine_answer *a);
+/* kill, or cancel of a sequence, once the engine has listed those that may be meant. */
+void admin_end_sequence(struct request *r, const struct engine_answer *a);
 
-/* Read the file again and apply what may change. Returns 0, or -1 with *err; the lists are for the answer (NULL: log). */
-int admin_reload(struct server *s, struct wire_buf *answer, uint32_t msgid, struct skv_error *err);
+/* Read the file again and apply what may change; c (NULL: nobody waits) is answered once the engine has agreed. -1 with *err: not. */
+int admin_reload(struct server *s, struct client *c, uint32_t msgid, struct skv_error *err);
+
+/* Of a set or reload: the engine said no to one value; nothing is open any more (answers, and frees p). */
+void admin_refused(struct request *p, const struct option_row *o, enum skv_code code, const char *message);
+void admin_settings_done(struct request *p);
 
 /* Notifications `event` to those who subscribed. */
 void admin_event_sequence(struct server *s, bool started, const struct request *r, const char *reason,

@@ -505,6 +505,15 @@ void client_request_done(struct client *c)
         event_active(c->wr, EV_WRITE, 0);
 }
 
+void client_excuse(struct client *c, int64_t ms)
+{
+    c->active_ms += ms;
+    c->out_since_ms += ms;
+    c->paused_since_ms += ms;
+    if (c->frame_since_ms != 0)
+        c->frame_since_ms += ms;
+}
+
 void client_sweep(struct client *c, int64_t now)
 {
     const struct config *cfg = &c->srv->cfg;

@@ -65,6 +65,8 @@ void client_drop(struct client *c, enum drop_kind kind, const char *why);
 /* Close a connection's descriptor so that the peer can still read what was sent. */
 void client_close_fd(int fd);
 
+/* The daemon itself was held up for ms: that time is not the client's. */
+void client_excuse(struct client *c, int64_t ms);
 /* Once in a while: what has timed out? */
 void client_sweep(struct client *c, int64_t now);
 /* Free those that were dropped. */

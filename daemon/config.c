@@ -257,14 +257,17 @@ int config_copy(struct config *to, const struct config *from, const struct optio
     }
 }
 
-int config_int(const struct config *c, const struct option_row *o)
+int64_t config_get_number(const struct config *c, const struct option_row *o)
 {
-    return *(int *)at(c, o);
+    return o->type == OPTION_SIZE || o->type == OPTION_TIME ? *(int64_t *)at(c, o) : *(int *)at(c, o);
 }
 
-void config_set_int(struct config *c, const struct option_row *o, int v)
+void config_set_number(struct config *c, const struct option_row *o, int64_t v)
 {
-    *(int *)at(c, o) = v;
+    if (o->type == OPTION_SIZE || o->type == OPTION_TIME)
+        *(int64_t *)at(c, o) = v;
+    else
+        *(int *)at(c, o) = (int)v;
 }
 
 const struct option_row *config_find(const char *name)

@@ -31,7 +31,6 @@ struct config {
     int max_connections, max_connections_per_user;
     int max_requests, max_requests_per_user, max_requests_per_connection;
     int64_t max_prompt, max_prompt_per_user; /* bytes of prompts in flight */
-    int64_t max_kv_per_user;                 /* bytes; 0: no limit of its own */
     int64_t frame_limit;
     int nesting_limit;
     int64_t frame_timeout_ms, idle_timeout_ms, reader_timeout_ms, drain_timeout_ms, max_deadline_ms, step_limit_ms;
@@ -98,8 +97,9 @@ bool config_number(const struct config *c, const struct option_row *o, double *o
 bool config_same(const struct config *a, const struct config *b, const struct option_row *o);
 int config_copy(struct config *to, const struct config *from, const struct option_row *o); /* one value */
 
-int config_int(const struct config *c, const struct option_row *o); /* of OPTION_INT and OPTION_SECONDS */
-void config_set_int(struct config *c, const struct option_row *o, int v);
+/* Of a number, but not of OPTION_BOOL. */
+int64_t config_get_number(const struct config *c, const struct option_row *o);
+void config_set_number(struct config *c, const struct option_row *o, int64_t v);
 
 void config_dump(const struct config *c, FILE *f); /* a file that gives the same settings */
 void config_usage(FILE *f);

@@ -114,8 +114,6 @@ int quotas_begin(struct server *s, struct client *c, int64_t bytes, bool generat
                       "max-prompt-per-user");
     if (q->prompt_bytes + bytes > cfg->max_prompt)
         return refuse(s, err, "the prompts in flight are too large", q->prompt_bytes + bytes, "max-prompt");
-    if (generates && cfg->max_kv_per_user > 0 && u->kv_bytes >= cfg->max_kv_per_user)
-        return refuse(s, err, "this user's sequences hold too much of the KV cache", u->kv_bytes, "max-kv-per-user");
     u->requests++;
     u->prompt_bytes += bytes;
     q->requests++;
@@ -131,17 +129,4 @@ void quotas_end(struct server *s, struct user *u, int64_t bytes)
     s->quotas.requests--;
     s->quotas.prompt_bytes -= bytes;
     user_drop_if_idle(&s->quotas, u);
-}
-
-void quotas_kv(struct server *s, const struct engine_seq_info *seq, int n)
-{
-    for (int i = 0; i < USER_BUCKETS; i++)
-        for (struct user *u = s->quotas.bucket[i]; u != NULL; u = u->next)
-            u->kv_bytes = 0;
-    for (int i = 0; i < n; i++) {
-        struct user *u = *slot_of(&s->quotas, seq[i].uid);
-
-        if (u != NULL)
-            u->kv_bytes += seq[i].kv_bytes;
-    }
 }

@@ -17,9 +17,6 @@ int quotas_begin(struct server *s, struct client *c, int64_t prompt_bytes, bool 
                  struct skv_error *err);
 void quotas_end(struct server *s, struct user *user, int64_t prompt_bytes);
 
-/* What the sequences hold now, for max-kv-per-user. */
-void quotas_kv(struct server *s, const struct engine_seq_info *seq, int n);
-
 /* An estimate of when it pays to come back. */
 int quotas_retry_ms(const struct server *s);
 

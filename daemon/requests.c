@@ -366,9 +366,34 @@ static int engine_method(struct client *c, uint32_t msgid, const struct method *
     return 0;
 }
 
+/* By sequence: the engine's list of this user's is asked for first, and what is in it is ended (admin_end_sequence). */
+static int cancel_sequence(struct client *c, uint32_t msgid, const struct method *m, const struct args *a,
+                           struct skv_error *err)
+{
+    struct engine_request *er = engine_request_new(ENGINE_SEQUENCES);
+    struct request *r;
+    struct user *user;
+
+    if (er == NULL)
+        return skv_fail(err, SKV_NO_MEMORY, "no memory for another request");
+    er->uid = c->uid;
+    if (quotas_begin(c->srv, c, 0, false, &user, err) != 0) {
+        engine_request_free(er);
+        return -1;
+    }
+    r = requests_submit(c->srv, c, msgid, m, er, err);
+    if (r == NULL) {
+        quotas_end(c->srv, user, 0);
+        return -1;
+    }
+    r->user = user;
+    r->sequence = a->sequence;
+    return 0;
+}
+
 static bool cancel(struct client *c, const struct args *a)
 {
-    struct request *r = a->msgid <= UINT32_MAX ? by_msgid(c, (uint32_t)a->msgid) : NULL;
+    struct request *r = a->msgid_set && a->msgid <= UINT32_MAX ? by_msgid(c, (uint32_t)a->msgid) : NULL;
 
     if (r == NULL || r->id == 0)
         return false;
@@ -425,6 +450,10 @@ static int dispatch(struct client *c, uint32_t msgid, const struct method *m, st
         hello(c, msgid, a);
         return 0;
     case METHOD_CANCEL: {
+        if (a->msgid_set == a->sequence_set)
+            return skv_fail(err, SKV_BAD_REQUEST, "cancel takes exactly one of msgid and sequence");
+        if (a->sequence_set)
+            return cancel_sequence(c, msgid, m, a, err);
         bool done = cancel(c, a);
 
         wire_buf_clear(&c->srv->out);
@@ -592,31 +621,17 @@ static void write_answer(struct wire_buf *b, const struct request *r, const stru
     }
 }
 
-/* One of several commands of one `set` is done. */
+/* One of several commands of one `set` or `reload` is done. */
 static void child_done(struct request *child, const struct engine_event *ev)
 {
     struct request *p = child->parent;
-    struct wire_buf *b = &child->srv->out;
-    struct client *c = p->c;
 
-    if (ev->code != SKV_OK) /* the engine knows better what it can do */
-        config_set_int(&child->srv->cfg, child->option, child->old);
-    if (ev->code != SKV_OK && p->failed.code == SKV_OK)
-        skv_fail(&p->failed, ev->code, "%s", ev->message != NULL ? ev->message : skv_code_name(ev->code));
-    if (--p->pending > 0)
-        return;
-    wire_buf_clear(b);
-    if (p->failed.code != SKV_OK) {
-        struct skv_error e;
-
-        client_wire_error(child->srv, &p->failed, &e);
-        wire_response_error(b, p->msgid, &e);
-    } else {
-        reply_settings(b, p->msgid, p->srv);
+    if (ev->code != SKV_OK) { /* the engine knows better what it can do */
+        config_set_number(&child->srv->cfg, child->option, child->old);
+        admin_refused(p, child->option, ev->code, ev->message);
     }
-    requests_end(p);
-    if (c != NULL)
-        client_send(c, b);
+    if (--p->pending == 0)
+        admin_settings_done(p);
 }
 
 static const char *end_reason(const struct request *r, const struct engine_event *ev)
@@ -641,10 +656,8 @@ static void request_ended(struct request *r, const struct engine_event *ev)
     } else if (r->method == NULL) {
         if (ev->answer != NULL && ev->answer->kind == ENGINE_KV)
             metrics_kv(&ev->answer->kv);
-        else if (ev->answer != NULL)
-            quotas_kv(s, ev->answer->seq, ev->answer->n_seq);
-    } else if (r->method->id == METHOD_KILL) {
-        admin_kill(r, ev->answer);
+    } else if (r->method->id == METHOD_KILL || r->method->id == METHOD_CANCEL) {
+        admin_end_sequence(r, ev->answer);
     } else {
         const char *reason = end_reason(r, ev);
 

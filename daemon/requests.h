@@ -24,13 +24,14 @@ struct request {
     int64_t prompt_bytes, started_ms;
     bool stream, notify_progress, started;
     const char *gone;          /* why the client does not wait any more */
-    uint64_t sequence;         /* kill */
+    uint64_t sequence;         /* kill, cancel */
     struct event *timer;       /* status: answered without the engine after a while */
     struct request *parent;    /* set: one of several for one answer */
     int pending;
     const struct option_row *option; /* of such a one: the setting, and what it was before */
-    int old;
+    int64_t old;
     struct skv_error failed;   /* set: the first failure */
+    uint64_t applied, restart, refused; /* reload: bits of config_options */
 };
 
 /* One message from a client: answers it, or puts a request in flight. bad_utf8: it has a string that is not UTF-8. */

@@ -16,7 +16,8 @@
 #include "daemon/requests.h"
 
 #define SWEEP_MS     100
-#define TICK_MS      1000 /* events of subscribers, the poll of max-kv-per-user */
+#define TICK_MS      1000 /* events of subscribers, the layers' figures */
+#define LATE_MS      1000 /* a sweep that comes this much too late: we were held up, and nobody else is to blame */
 #define FLUSH_MS     1000 /* final frames have this long to go out */
 #define STOP_ALARM_S 10   /* an engine that doesn't come to its next step for so long when told to stop at once */
 
@@ -129,7 +130,7 @@ static void watch_engine(struct server *s, int64_t now)
     }
 }
 
-/* Ask what each user's sequences hold, or what each layer does. Nobody waits: the answer goes to quotas or metrics. */
+/* Ask what each layer does. Nobody waits: the answer goes to metrics. */
 static void poll_engine(struct server *s, enum engine_kind kind)
 {
     struct engine_request *er = engine_request_new(kind);
@@ -147,17 +148,20 @@ static void on_sweep(evutil_socket_t fd, short what, void *arg)
     int64_t now = now_ms();
     struct client *c, *next;
 
+    int64_t late = s->swept_ms != 0 ? now - s->swept_ms - SWEEP_MS : 0;
+
     (void)fd;
     (void)what;
+    s->swept_ms = now;
     for (c = TAILQ_FIRST(&s->clients); c != NULL; c = next) {
         next = TAILQ_NEXT(c, link);
+        if (late > LATE_MS)
+            client_excuse(c, late);
         client_sweep(c, now);
     }
     watch_engine(s, now);
-    if (now - s->kv_polled_ms >= TICK_MS) {
-        s->kv_polled_ms = now;
-        if (s->cfg.max_kv_per_user > 0 && !s->stuck)
-            poll_engine(s, ENGINE_SEQUENCES);
+    if (now - s->ticked_ms >= TICK_MS) {
+        s->ticked_ms = now;
         if (s->metrics != NULL && !s->stuck)
             poll_engine(s, ENGINE_KV);
         admin_event_tick(s);

@@ -35,7 +35,6 @@ struct user {
     uint32_t uid;
     int connections, requests;
     int64_t prompt_bytes;
-    int64_t kv_bytes; /* as of the last poll; only with max-kv-per-user */
 };
 
 struct quotas {
@@ -83,7 +82,7 @@ struct server {
     bool stuck;             /* the engine's last step is older than step-limit */
     struct wire_buf out;    /* scratch for one message */
     int64_t last_evicted, last_steps;
-    int64_t kv_polled_ms;
+    int64_t ticked_ms, swept_ms;
 };
 
 int64_t now_ms(void); /* monotonic */

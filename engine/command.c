@@ -35,7 +35,7 @@ static struct seq *submit_target(struct engine *e, uint64_t id, struct engine_re
     }
     skv_fail(&err, SKV_INTERNAL, "no memory for another sequence");
 fail:
-    atomic_fetch_sub(&e->queued, 1);
+    core_queued(e, req->uid, -1);
     emit_error(e, req, id, &err);
     engine_request_free(req);
     return NULL;
@@ -47,8 +47,8 @@ static void submit(struct engine *e, struct cmd *c)
     struct seq *s;
 
     c->req = NULL;
-    if (req->kind >= ENGINE_DETOKENIZE) {
-        atomic_fetch_sub(&e->queued, 1);
+    if (req->kind >= ENGINE_DETOKENIZE && req->kind != ENGINE_APPLY_TEMPLATE) {
+        core_queued(e, req->uid, -1);
         query_answer(e, c->id, req);
         return;
     }
@@ -82,7 +82,7 @@ static void kill_sequence(struct engine *e, uint64_t id)
     if (s->session[0] != '\0' && s->n_kv > 0) /* the session goes with it, and its next request is told */
         sched_remember_lost(e, s);
     s->session[0] = '\0';
-    sched_fail(e, s, SKV_CANCELLED, "ended by an administrator");
+    sched_fail(e, s, SKV_CANCELLED, "ended by kill, or by cancel with its sequence's number");
 }
 
 static void run(struct engine *e, struct cmd *c)

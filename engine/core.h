@@ -18,6 +18,7 @@
 
 #define PREFILL_PACK 32   /* short prompts in one group at most */
 #define DECODE_BATCH_MAX 256
+#define QUEUE_SHARES     1024 /* users are told apart by their ids' last bits */
 
 enum cmd_type { CMD_SUBMIT = 0, CMD_CANCEL, CMD_KILL, CMD_PAUSE, CMD_RESUME, CMD_STOP };
 
@@ -74,6 +75,8 @@ struct engine {
     _Atomic uint64_t next_id;
     atomic_bool draining, stop_asked;
     _Atomic int queued;        /* requests in the box, encoding or waiting */
+    _Atomic int queued_of[QUEUE_SHARES]; /* the same, by user */
+    uint32_t text_uid;         /* whose text was encoded last */
     struct stats stats;
     atomic_bool dead;          /* the backend has failed for good; `why` was written before */
     char why[256];
@@ -110,6 +113,12 @@ void core_log(struct engine *e, int level, const char *fmt, ...) __attribute__((
 int core_batch(const struct engine *e);
 /* Has the backend failed? Asked after each pass, before its results are believed. */
 bool core_failed(struct engine *e);
+/* n more (or fewer) of this user's requests wait. Any thread. */
+static inline void core_queued(struct engine *e, uint32_t uid, int n)
+{
+    atomic_fetch_add(&e->queued, n);
+    atomic_fetch_add(&e->queued_of[uid % QUEUE_SHARES], n);
+}
 static inline size_t core_head(const struct engine *e, int lane, int layer, int head)
 {
     return ((size_t)lane * e->model.src.dims.n_layer + layer) * e->model.src.dims.n_kv + head;

@@ -208,15 +208,22 @@ static int retry_after_ms(const struct engine *e)
 int engine_submit(struct engine *e, struct engine_request *take, uint64_t *id, struct skv_error *err)
 {
     struct cmd *c;
+    int share = e->cfg.queue_len - e->cfg.queue_len / 4;
     bool work = take->kind == ENGINE_GENERATE || take->kind == ENGINE_SCORE;
 
     if (work && atomic_load(&e->draining))
         return skv_fail(err, SKV_DRAINING, "the server is finishing what runs and takes no new work");
     if (work && atomic_load_explicit(&e->dead, memory_order_acquire))
         return skv_fail(err, SKV_INTERNAL, "the device failed: %s", e->why);
-    if (atomic_load(&e->queued) >= e->cfg.queue_len) {
-        skv_fail(err, SKV_OVERLOADED, "%d requests are waiting already, as many as the queue takes (queue_len decides)",
-                 e->cfg.queue_len);
+    /* Nobody can take all places: the last quarter is for those who have fewer waiting. */
+    bool full = atomic_load(&e->queued) >= e->cfg.queue_len;
+    if (full || atomic_load(&e->queued_of[take->uid % QUEUE_SHARES]) >= share) {
+        if (full)
+            skv_fail(err, SKV_OVERLOADED, "%d requests are waiting already, as many as the queue takes (queue-length decides)",
+                     e->cfg.queue_len);
+        else
+            skv_fail(err, SKV_OVERLOADED, "%d requests of this user are waiting already, his share of the queue (queue-length "
+                     "decides)", share);
         if (err != NULL)
             err->retry_after_ms = retry_after_ms(e);
         return -1;
@@ -232,7 +239,7 @@ int engine_submit(struct engine *e, struct engine_request *take, uint64_t *id, s
     c->id = *id = atomic_fetch_add(&e->next_id, 1);
     c->req = take;
     c->t_submit = core_now_us(e);
-    atomic_fetch_add(&e->queued, 1);
+    core_queued(e, take->uid, 1);
     mailbox_push(&e->commands, &c->mail);
     return 0;
 }

@@ -25,34 +25,6 @@ static int detokenize(struct engine *e, struct engine_request *r, struct engine_
     return a->text.s != NULL ? 0 : skv_fail(err, SKV_INTERNAL, "no memory");
 }
 
-static int apply_template(struct engine *e, struct engine_request *r, struct engine_answer *a, struct skv_error *err)
-{
-    struct chat_text c = { 0 };
-    struct tok_ids ids = { NULL, 0, 0 };
-    size_t len = 0;
-
-    if (e->model.chat == NULL)
-        return skv_fail(err, SKV_BAD_REQUEST, "messages need a chat template: %s", e->model.chat_error.msg);
-    if (chat_render(e->model.chat, r->messages, r->n_messages, r->add_generation_prompt, false, &c, err) < 0)
-        return -1;
-    if (chat_encode(e->model.tok, &c, &ids, NULL, NULL, err) < 0) {
-        chat_text_free(&c);
-        free(ids.id);
-        return -1;
-    }
-    a->tokens = ids.id;
-    a->n_tokens = ids.n;
-    for (int i = 0; i < c.n; i++)
-        len += c.piece[i].len;
-    a->text.s = malloc(len + 1);
-    for (int i = 0; a->text.s != NULL && i < c.n; i++) {
-        memcpy(a->text.s + a->text.len, c.piece[i].s, c.piece[i].len);
-        a->text.len += c.piece[i].len;
-    }
-    chat_text_free(&c);
-    return a->text.s != NULL ? 0 : skv_fail(err, SKV_INTERNAL, "no memory");
-}
-
 static int sequences(struct engine *e, struct engine_request *r, struct engine_answer *a, struct skv_error *err)
 {
     int64_t now = core_now_us(e);
@@ -207,6 +179,10 @@ static int set(struct engine *e, struct engine_request *r, struct engine_answer 
     };
 
     (void)a;
+    if (r->set_name != NULL && strcmp(r->set_name, "max_kv_user") == 0 && r->set_value >= 0 && r->set_value < 0x1p62) {
+        e->cfg.max_kv_user = (int64_t)r->set_value;
+        return 0;
+    }
     for (size_t i = 0; i < sizeof setting / sizeof *setting; i++) {
         if (r->set_name == NULL || strcmp(setting[i].name, r->set_name) != 0)
             continue;
@@ -217,15 +193,15 @@ static int set(struct engine *e, struct engine_request *r, struct engine_answer 
         *setting[i].value = (int)r->set_value;
         return 0;
     }
-    return skv_fail(err, SKV_BAD_REQUEST, "\"%s\" cannot be set while running; step_ms, max_batch and session_idle_s can",
+    return skv_fail(err, SKV_BAD_REQUEST, "\"%s\" cannot be set while running; step_ms, max_batch, session_idle_s and max_kv_user can",
                     r->set_name != NULL ? r->set_name : "");
 }
 
 void query_answer(struct engine *e, uint64_t id, struct engine_request *take)
 {
     static int (*const answer[])(struct engine *, struct engine_request *, struct engine_answer *, struct skv_error *) = {
-        [ENGINE_DETOKENIZE] = detokenize, [ENGINE_APPLY_TEMPLATE] = apply_template, [ENGINE_SEQUENCES] = sequences,
-        [ENGINE_KV] = kv,                 [ENGINE_KEPT] = kept,                     [ENGINE_SET] = set,
+        [ENGINE_DETOKENIZE] = detokenize, [ENGINE_SEQUENCES] = sequences, [ENGINE_KV] = kv, [ENGINE_KEPT] = kept,
+        [ENGINE_SET] = set,
     };
     struct engine_answer *a = calloc(1, sizeof *a);
     struct skv_error err;

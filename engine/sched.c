@@ -100,7 +100,7 @@ void sched_drop_session(struct engine *e, struct seq *s, bool lost)
 static void settle(struct engine *e, struct seq *s, bool kv_whole)
 {
     if (s->state == SEQ_TEXT || s->state == SEQ_WAITING)
-        atomic_fetch_sub(&e->queued, 1);
+        core_queued(e, s->uid, -1);
     if (s->session[0] == '\0' || s->n_kv == 0 || !kv_whole) {
         if (s->session[0] != '\0' && s->n_kv > 0)
             sched_remember_lost(e, s);
@@ -289,6 +289,52 @@ static int take_memory(struct engine *e, struct seq *s, struct skv_error *err)
     return 0;
 }
 
+/* Pages promised to a user's sequences and to those that wait, without one; *idle: of that, what idle sessions hold. */
+static int64_t promised_to(const struct engine *e, uint32_t uid, const struct seq *without, int64_t *idle)
+{
+    const struct seq *s;
+    int64_t sum = 0;
+
+    *idle = 0;
+    TAILQ_FOREACH(s, &e->seqs, link) {
+        if (s->uid != uid || s == without)
+            continue;
+        int64_t more = s->state == SEQ_WAITING ? wanted_pages(e, s) : 0;
+        sum += more > s->reserved ? more : s->reserved;
+        *idle += s->state == SEQ_IDLE ? s->reserved : 0;
+    }
+    return sum;
+}
+
+/* max_kv_user: what is admitted never grows beyond it, so it is looked at once, here. The user's own idle sessions make room. */
+static int check_share(struct engine *e, struct seq *s, struct skv_error *err)
+{
+    int64_t page = (int64_t)e->kv->page.bytes, most = e->cfg.max_kv_user / page, need = wanted_pages(e, s), idle;
+    int64_t held = promised_to(e, s->uid, s, &idle);
+
+    if (e->cfg.max_kv_user <= 0)
+        return 0;
+    if (need > most)
+        return skv_fail(err, SKV_TOO_LARGE, "%d prompt and %d answer tokens need %lld bytes of KV memory, one user may have %lld "
+                        "(max-kv-per-user decides)", s->n_prompt, s->n_max, (long long)(need * page),
+                        (long long)e->cfg.max_kv_user);
+    if (held - idle + need > most)
+        return skv_fail(err, SKV_OVERLOADED, "this user's requests need %lld bytes of KV memory already, this one %lld, and one "
+                        "user may have %lld (max-kv-per-user decides): try again later", (long long)((held - idle) * page),
+                        (long long)(need * page), (long long)e->cfg.max_kv_user);
+    while (held + need > most) {
+        struct seq *i, *oldest = NULL;
+
+        TAILQ_FOREACH(i, &e->seqs, link)
+            if (i->uid == s->uid && i->state == SEQ_IDLE && (oldest == NULL || i->t_idle < oldest->t_idle))
+                oldest = i;
+        assert(oldest != NULL); /* all idle ones together are enough */
+        held -= oldest->reserved;
+        sched_drop_session(e, oldest, true);
+    }
+    return 0;
+}
+
 void sched_enqueue(struct engine *e, struct seq *s)
 {
     struct skv_error err;
@@ -307,6 +353,10 @@ void sched_enqueue(struct engine *e, struct seq *s)
                    "%d prompt and %d answer tokens need %.0f KiB of KV memory under policy %s; there are %.0f KiB "
                    "(--kv-memory decides; a shorter prompt, a smaller max_tokens or kv.budget needs less)",
                    s->n_prompt, s->n_max, (double)need * kib, s->plan.policy->name, (double)total * kib);
+        return;
+    }
+    if (check_share(e, s, &err) < 0) {
+        sched_fail(e, s, err.code, "%s", err.msg);
         return;
     }
     s->state = SEQ_WAITING;
@@ -386,7 +436,7 @@ static bool try_admit(struct engine *e, struct seq *s)
     s->lane = lane;
     s->reserved += more;
     s->state = SEQ_READY;
-    atomic_fetch_sub(&e->queued, 1);
+    core_queued(e, s->uid, -1);
     return true;
 }
 

@@ -50,7 +50,7 @@ void seq_begin_request(struct seq *s, uint64_t id, struct engine_request *take)
     s->pid = take->pid;
     s->state = SEQ_TEXT;
     s->paused = s->thinned = false;
-    s->text_begun = false;
+    s->text_begun = s->cont_begun = false;
     s->n_cached = s->n_kv;
     s->prompt_from = s->n_kv;
     s->n_before = s->tokens.n;

@@ -41,7 +41,7 @@ struct seq {
 
     /* encoding */
     struct chat_job job;
-    bool text_begun;
+    bool text_begun, cont_begun;
     int system_to, last_from, tail_from; /* token marks of a rendered chat, -1: none */
 
     /* tokens: [0, n_kv) are in the KV memory, the rest is this request's prompt and then its answer's last token */

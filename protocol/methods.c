@@ -93,8 +93,10 @@ static const struct field score_fields[] = {
 };
 
 static const struct field cancel_fields[] = {
-    { .name = "msgid", .type = FIELD_UINT64, .required = true, .off = AT(msgid), .off_set = AT(msgid_set),
+    { .name = "msgid", .type = FIELD_UINT64, .off = AT(msgid), .off_set = AT(msgid_set),
       .doc = "the request of this connection to cancel" },
+    { .name = "sequence", .type = FIELD_UINT64, .off = AT(sequence), .off_set = AT(sequence_set),
+      .doc = "or the sequence or idle session of this user, as status lists them" },
     END,
 };
 
@@ -141,7 +143,7 @@ const struct method method_table[METHOD_COUNT] = {
     [METHOD_HELLO] = { "hello", METHOD_HELLO, false, false, hello_fields, "who is there" },
     [METHOD_GENERATE] = { "generate", METHOD_GENERATE, false, false, generate_fields, "continue a prompt" },
     [METHOD_SCORE] = { "score", METHOD_SCORE, false, false, score_fields, "the log-probability of a continuation" },
-    [METHOD_CANCEL] = { "cancel", METHOD_CANCEL, false, false, cancel_fields, "end a request of this connection" },
+    [METHOD_CANCEL] = { "cancel", METHOD_CANCEL, false, false, cancel_fields, "end a request of this connection, or a sequence of this user" },
     [METHOD_TOKENIZE] = { "tokenize", METHOD_TOKENIZE, false, false, tokenize_fields, "text to token ids" },
     [METHOD_DETOKENIZE] = { "detokenize", METHOD_DETOKENIZE, false, false, detokenize_fields, "token ids to text" },
     [METHOD_APPLY_TEMPLATE] = { "apply_template", METHOD_APPLY_TEMPLATE, false, false, apply_template_fields,

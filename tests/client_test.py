@@ -289,9 +289,10 @@ class Slow(WithFake):
         time.sleep(0.3)
         seqs = self.d.json("ps")
         self.assertEqual(len(seqs), 1)
-        self.assertIn("forbidden", self.d.ctl("cancel", str(seqs[0]["id"]), status=1).stderr)
-        p.terminate()
-        p.wait(20)
+        self.assertIn("none of your sequences", self.d.ctl("cancel", str(seqs[0]["id"] + 1000), status=1).stderr)
+        self.assertIn("forbidden", self.d.ctl("kill", str(seqs[0]["id"]), status=1).stderr)
+        self.assertEqual(self.d.ctl("cancel", str(seqs[0]["id"])).stdout, "cancelled\n")
+        self.assertEqual(p.wait(20), 1)
         self.assertIn("forbidden", self.d.ctl("kv", status=1).stderr)
 
 

@@ -657,7 +657,9 @@ static enum skv_code answer_set(struct engine *e, const struct engine_request *r
 {
     if (strcmp(r->set_name, "step_ms") == 0)
         e->cfg.step_ms = (int)r->set_value;
-    else if (strcmp(r->set_name, "max_batch") == 0)
+    else if (strcmp(r->set_name, "max_kv_user") == 0)
+        e->cfg.max_kv_user = (int64_t)r->set_value;
+    else if (strcmp(r->set_name, "max_batch") == 0 && r->set_value <= 1000)
         e->cfg.max_batch = (int)r->set_value;
     else if (strcmp(r->set_name, "queue_len") == 0)
         e->cfg.queue_len = (int)r->set_value;
@@ -701,7 +703,7 @@ int engine_submit(struct engine *e, struct engine_request *r, uint64_t *id, stru
 {
     bool work = r->kind == ENGINE_GENERATE || r->kind == ENGINE_SCORE;
     struct job *j = NULL;
-    int waiting = 0, rc = 0;
+    int waiting = 0, of_user = 0, rc = 0;
 
     if (work && (j = calloc(1, sizeof *j)) == NULL)
         return skv_fail(err, SKV_OVERLOADED, "no memory for the request");
@@ -709,14 +711,18 @@ int engine_submit(struct engine *e, struct engine_request *r, uint64_t *id, stru
     if (work) {
         struct job *k;
 
-        TAILQ_FOREACH(k, &e->jobs, link)
+        TAILQ_FOREACH(k, &e->jobs, link) {
             waiting += !k->running;
+            of_user += k->r->uid == r->uid;
+        }
     }
     if (work && e->draining) {
         rc = skv_fail(err, SKV_DRAINING, "the engine is draining");
     } else if (work && waiting >= e->cfg.queue_len) {
         rc = skv_fail(err, SKV_OVERLOADED, "the queue is full (%d, queue-length)", waiting);
         err->retry_after_ms = 500;
+    } else if (work && e->cfg.max_kv_user > 0 && 1000 * (of_user + 1) > e->cfg.max_kv_user) {
+        rc = skv_fail(err, SKV_OVERLOADED, "%d sequences of 1000 bytes each (max-kv-per-user)", of_user);
     } else if (work) {
         j->id = *id = ++e->next_id;
         j->r = r;

@@ -207,6 +207,23 @@ def test_cancel_others(d):
         assert "".join(t["text"] for t in a.tokens(i)) == "".join(" w%d" % k for k in range(50))
 
 
+def test_cancel_sequence(d):
+    with d.peer() as a, d.peer() as b:
+        i = a.start("generate", prompt="n=100000 delay=2", stream=False)
+        until(lambda: b.call("status")["sequences"])
+        q = b.call("status")["sequences"][0]["id"]
+        assert b.call("cancel", sequence=q + 1000) == {"cancelled": False}
+        assert b.call("cancel", sequence=q) == {"cancelled": True}
+        refused(lambda: a.result(i), "cancelled")
+        until(lambda: b.call("cancel", sequence=q) == {"cancelled": False})
+        a.call("generate", prompt="n=1", session="mine")
+        q = [s for s in b.call("status")["sequences"] if s["session"] == "mine"][0]["id"]
+        assert b.call("cancel", sequence=q) == {"cancelled": True}
+        until(lambda: not b.call("status")["sequences"])
+        refused(lambda: b.call("cancel"), "bad_request", "exactly one of msgid and sequence")
+        refused(lambda: b.call("cancel", msgid=1, sequence=q), "bad_request", "exactly one")
+
+
 def test_cancel_queue_at_once(d):
     with d.peer() as p:
         slow = p.start("generate", prompt="n=30 delay=5", stream=False)
@@ -432,6 +449,28 @@ def test_slow_reader_dropped():
         assert d.stop() == 0
 
 
+@own
+def test_held_up_itself():
+    """What passes while the daemon stands still is not the clients' time."""
+    d = daemon("--reader-timeout", "600ms", "--frame-timeout", "600ms", "--idle-timeout", "600ms", "--output-high", "64K",
+               "--output-low", "16K")
+    try:
+        with d.peer(timeout=30) as reader, d.peer() as half, d.peer() as idle:
+            i = reader.start("generate", prompt="n=2000 big=1000", max_tokens=2000)
+            half.raw(pack([0, 1, "hello", []])[:2])
+            idle.call("hello")
+            until(lambda: "pause conn" in d.log())
+            d.p.send_signal(signal.SIGSTOP)
+            time.sleep(1.5)
+            d.p.send_signal(signal.SIGCONT)
+            half.raw(pack([0, 1, "hello", []])[2:])
+            assert idle.call("hello") and half.result(1)
+            assert reader.result(i)["completion_tokens"] == 2000
+        healthy(d)
+    finally:
+        assert d.stop() == 0
+
+
 # ---- limits --------------------------------------------------------------------------------------------
 
 @own
@@ -457,20 +496,18 @@ def test_quotas():
 
 @own
 def test_kv_quota():
-    d = daemon("--max-kv-per-user", "1500")  # the scripted engine holds 1000 bytes a sequence
+    d = daemon("--max-kv-per-user", "2000")  # the scripted engine's sequences need 1000 bytes each
     try:
         with d.peer() as p:
-            for _ in range(2):
-                p.start("generate", prompt="n=100000 delay=5", stream=False)
-
-            def is_refused():
-                try:
-                    p.call("generate", prompt="n=1")
-                except Refused as e:
-                    assert e.code == "overloaded" and "max-kv-per-user" in e.message, e
-                    return True
-            until(is_refused)
-        time.sleep(1.5)
+            first = [p.start("generate", prompt="n=100000 delay=5", stream=False) for _ in range(2)]
+            e = refused(lambda: p.call("generate", prompt="n=1"), "overloaded", "max-kv-per-user")
+            assert e["retry_after_ms"] > 0
+            assert p.call("cancel", msgid=first[0]) == {"cancelled": True}
+            refused(lambda: p.result(first[0]), "cancelled")
+            assert p.call("generate", prompt="n=1")["completion_tokens"] == 1
+            p.call("set", **{"max-kv-per-user": 3500})
+            p.start("generate", prompt="n=100000 delay=5", stream=False)
+            assert p.call("generate", prompt="n=1")["completion_tokens"] == 1
         healthy(d)
     finally:
         assert d.stop() == 0
@@ -860,7 +897,8 @@ def test_others_are_forbidden():
             "  try: p.call(m); print('BAD', m)\n"
             "  except Refused as e: print(e.code)\n"
             "print(p.call('generate', prompt='n=2')['text'])\n"
-            "print([s['uid'] for s in p.call('status')['sequences']])")
+            "print([s['uid'] for s in p.call('status')['sequences']])\n"
+            "print(any(p.call('cancel', sequence=k)['cancelled'] for k in range(50)))")
 
     def as_nobody(groups=()):
         def drop():
@@ -883,6 +921,7 @@ def test_others_are_forbidden():
             out = as_nobody()
             assert out[:8] == ["False"] + ["forbidden"] * 7, out
             assert out[8] == " w0 w1" and out[9] == "[]", out
+            assert out[10] == "False" and p.call("status")["running"] == 1, out
     finally:
         assert d.stop(signal.SIGKILL) != 0
     d = daemon("--socket-mode", "0666", "--admin-group", "daemon")
@@ -945,15 +984,18 @@ def test_reload():
     d = daemon("--max-requests", "50", conf="max-connections = 100\nlog-level = info\n")
     try:
         with d.peer() as p, open(os.path.join(tmp, "d%d.conf" % counter), "w") as f:
-            f.write("max-connections = 200\nmax-requests = 9\nthreads = 3\nsession-idle = 5s\n")
+            f.write("max-connections = 200\nmax-requests = 9\nthreads = 3\nsession-idle = 5s\nmax-batch = 4000\n")
             f.flush()
+            before = p.call("get")["max-batch"]
             r = p.call("reload")
             assert sorted(r["applied"]) == ["max-connections", "session-idle"] and r["restart"] == ["threads"], r
+            assert r["refused"] == ["max-batch"] and "name=max-batch refused" in d.log(), r  # the engine's word
             g = p.call("get")
             assert g["max-connections"] == 200 and g["max-requests"] == 50 and g["session-idle"] == 5
+            assert g["max-batch"] == before, g
             f.write("nonsense\n")
             f.flush()
-            refused(lambda: p.call("reload"), "bad_request", ":5: 'nonsense' is not a setting")
+            refused(lambda: p.call("reload"), "bad_request", ":6: 'nonsense' is not a setting")
             f.truncate(0)
             f.seek(0)
             f.write("max-connections = 300\n")

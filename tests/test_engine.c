@@ -484,6 +484,102 @@ START_TEST(leave_among_packed)
 }
 END_TEST
 
+static struct engine_request *text(enum engine_kind kind, uint32_t uid, size_t len)
+{
+    struct engine_request *q = engine_request_new(kind);
+    struct engine_text t = { malloc(len), len };
+
+    ck_assert(q != NULL && t.s != NULL);
+    for (size_t i = 0; i < len; i++)
+        t.s[i] = "some text "[i % 10];
+    q->uid = uid;
+    if (kind == ENGINE_APPLY_TEMPLATE) {
+        q->messages = calloc(1, sizeof *q->messages);
+        q->messages[0].role = (struct engine_text){ strdup("user"), 4 };
+        q->messages[0].content = t;
+        q->n_messages = 1;
+    } else if (kind == ENGINE_SCORE) {
+        q->has_text = q->has_cont_text = true;
+        q->text = (struct engine_text){ strdup("a"), 1 };
+        q->cont_text = t;
+    } else {
+        q->has_text = true;
+        q->text = t;
+        q->max_tokens = 2;
+        q->ignore_eos = true;
+    }
+    return q;
+}
+
+/* However much text one user has waiting to be encoded, and in whatever kind of request: another's is next. */
+START_TEST(texts_take_turns)
+{
+    static const enum engine_kind kind[] = { ENGINE_TOKENIZE, ENGINE_APPLY_TEMPLATE, ENGINE_SCORE, ENGINE_GENERATE };
+    struct engine_config c = config();
+    struct skv_error err;
+    struct engine *e = engine_new(&c, &err);
+    int32_t got[2];
+    int n = 0, steps, ms;
+
+    ck_assert_msg(e != NULL, "%s", err.msg);
+    for (int i = 0; i < 16; i++)
+        submit(e, text(kind[_i], 1, 1 << 20), NULL);
+    step_once(e, &ms);
+    uint64_t id = submit(e, text(ENGINE_GENERATE, 2, 300), NULL);
+    for (steps = 0; n == 0 && steps < 40; steps++)
+        step_all(e, 1, id, got, &n, 2);
+    ck_assert_int_eq(n > 0, 1);
+    ck_assert_int_le(steps, 2);
+    ck_assert_int_eq(text_pending(e) || kind[_i] == ENGINE_GENERATE, 1); /* there was something to wait behind */
+    step_end(e);
+    engine_free(e);
+}
+END_TEST
+
+/* A user whose requests fill the queue does not keep another's out. */
+START_TEST(queue_has_room_for_others)
+{
+    struct engine_config c = config();
+    struct engine_request *q;
+    struct skv_error err;
+    uint64_t id;
+    int taken = 0;
+
+    c.queue_len = 16;
+    struct engine *e = engine_new(&c, &err); /* nobody steps: what is submitted waits */
+    ck_assert_msg(e != NULL, "%s", err.msg);
+    for (int i = 0; i < 40; i++) {
+        q = ask(i, 20, 2);
+        q->uid = 1000;
+        if (engine_submit(e, q, &id, &err) == 0) {
+            taken++;
+            continue;
+        }
+        ck_assert_int_eq(err.code, SKV_OVERLOADED);
+        ck_assert_int_gt(err.retry_after_ms, 0);
+        engine_request_free(q);
+    }
+    ck_assert_int_eq(taken, 12);
+    for (int i = 0; i < 4; i++) {
+        q = ask(i, 20, 2);
+        q->uid = 1001;
+        submit(e, q, NULL);
+    }
+    q = ask(0, 20, 2);
+    q->uid = 1002;
+    ck_assert_int_eq(engine_submit(e, q, &id, &err), -1); /* now it is full for all */
+    engine_request_free(q);
+    step_all(e, -1, 0, NULL, &taken, 0);
+    for (int i = 0; i < 12; i++) { /* and empty again */
+        q = ask(i, 20, 2);
+        q->uid = 1000;
+        submit(e, q, NULL);
+    }
+    step_end(e);
+    engine_free(e);
+}
+END_TEST
+
 START_TEST(limits)
 {
     struct engine_config c = config();
@@ -669,9 +765,11 @@ int main(void)
     tcase_add_test(c, stop_strings);
     tcase_add_test(c, overload_and_drain);
     suite_add_tcase(s, c);
-    c = tcase_create("leaving");
+    c = tcase_create("others");
     tcase_set_timeout(c, 0);
     tcase_add_test(c, leave_among_packed);
+    tcase_add_loop_test(c, texts_take_turns, 0, 4);
+    tcase_add_test(c, queue_has_room_for_others);
     suite_add_tcase(s, c);
     sr = srunner_create(s);
     srunner_set_fork_status(sr, CK_NOFORK);

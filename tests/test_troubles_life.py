@@ -412,5 +412,20 @@ def test_36_protected_tokens_stay_in_int8():
         check_protected(d)
 
 
+@own
+def test_memory_over_500_requests():
+    """Requests that evict, of every policy: the process is no larger after 500 of them than after the first hundred."""
+    sizes = []
+    with Running("--kv-memory", "8M") as d, d.peer(timeout=60 * SLOW) as p:
+        for k in range(60 if SANITIZED else 500):  # there, what is lost is told at exit
+            r = ask(p, n=150 + k % 50, out=80, seed=k, kv={"policy": SPARSE[k % len(SPARSE)], "budget": 64, "sink": 4, "recent": 16,
+                                                           "full_layers": 0})
+            assert r["kv"]["slots_kept"] < r["kv"]["slots_full"] / 2, r["kv"]
+            sizes.append(rss_kb(d))
+    if not SANITIZED:
+        assert sizes[-1] - sizes[99] < 512, [sizes[i] for i in (0, 99, 199, 299, 399, 499)]
+    print("memory after 1, 100 and all requests: %d, %d, %d KiB" % (sizes[0], sizes[min(99, len(sizes) - 1)], sizes[-1]))
+
+
 if __name__ == "__main__":
     sys.exit(run([(n, f) for n, f in globals().items() if n.startswith("test_")], lambda: learn(daemon())))

@@ -47,8 +47,6 @@ int cmd_kill(struct ctl *ctl, int argc, char **argv)
     return status;
 }
 
-/* `cancel` on the wire names a request of the same connection, which a program of its own never has: a sequence is ended with
- * `kill`, whose right administrators have, and so everybody over a daemon of one's own. */
 static struct {
     bool mine;
 } can;
@@ -61,8 +59,23 @@ const struct ctl_opt cancel_opts[] = {
 static int cancel_one(struct ctl *ctl, int64_t id)
 {
     struct skv_args *a = ctl_args();
+    struct skv_reply *r;
+    int status;
+
     skv_arg_int(a, "sequence", id);
-    return ctl_simple(ctl, "kill", a, say_done);
+    r = ctl_call(ctl, "cancel", a, &status);
+    if (r == NULL)
+        return status;
+    if (ctl->json) {
+        json_print(skv_reply_value(r));
+    } else if (skv_bool(skv_get(skv_reply_value(r), "cancelled"), false)) {
+        printf("cancelled\n");
+    } else {
+        fprintf(stderr, "skvctl: none of your sequences has the number %lld (skvctl ps; kill ends others')\n", (long long)id);
+        status = CTL_FAILED;
+    }
+    skv_reply_free(r);
+    return status;
 }
 
 static int cancel_mine(struct ctl *ctl)
