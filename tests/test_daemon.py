@@ -452,16 +452,16 @@ def test_slow_reader_dropped():
 @own
 def test_held_up_itself():
     """What passes while the daemon stands still is not the clients' time."""
-    d = daemon("--reader-timeout", "600ms", "--frame-timeout", "600ms", "--idle-timeout", "600ms", "--output-high", "64K",
+    d = daemon("--reader-timeout", "2s", "--frame-timeout", "2s", "--idle-timeout", "2s", "--output-high", "64K",
                "--output-low", "16K")
     try:
         with d.peer(timeout=30) as reader, d.peer() as half, d.peer() as idle:
             i = reader.start("generate", prompt="n=2000 big=1000", max_tokens=2000)
+            until(lambda: "pause conn" in d.log())
             half.raw(pack([0, 1, "hello", []])[:2])
             idle.call("hello")
-            until(lambda: "pause conn" in d.log())
             d.p.send_signal(signal.SIGSTOP)
-            time.sleep(1.5)
+            time.sleep(3.5)
             d.p.send_signal(signal.SIGCONT)
             half.raw(pack([0, 1, "hello", []])[2:])
             assert idle.call("hello") and half.result(1)
