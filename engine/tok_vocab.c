@@ -581,7 +581,7 @@ static int retype(struct tokenizer *t, struct skv_error *err)
 }
 
 /* Phi-3's published tokenizer takes the blanks after a special token with it, all but those after these three. The file
- * format has no place to say so: its vocabulary is known by its placeholders. */
+ * format has no place to say so: its vocabulary is known by the spare ones. */
 static void read_blanks(struct tokenizer *t)
 {
     t->takes_blanks = t->kind == TOK_SPM && special_named(t, "<|placeholder1|>") >= 0 && special_named(t, "<|end|>") >= 0;

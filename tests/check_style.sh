@@ -30,7 +30,7 @@ verdict 'functions of over 120 lines' "$(awk '
 # The words are spelt in pieces, so that this file does not name them.
 words="TO""DO|FIX""ME|\\bXX""X\\b|not (yet )?impl""emented|place""holder|for n""ow\\b|simpl""ified"
 # shellcheck disable=SC2086
-verdict 'called provisional' "$(grep -nIE "$words" $texts)"
+verdict 'called provisional' "$(grep -nIE "$words" $texts | grep -vE '<[|]place''holder')" # a model's token has that name
 # shellcheck disable=SC2086
 verdict 'a path or registry of one machine' "$(grep -nIE "\\.\\./sh""ared|/wo""rk/|--(extra-)?index""-url|deb http""s?:" $texts)"
 # shellcheck disable=SC2086
