@@ -162,8 +162,8 @@ def figures(d):
 
 
 def empty(d):
-    end = time.time() + 20
-    with d.peer() as p:
+    end = time.time() + 60
+    with d.peer(timeout=60) as p:
         while True:
             for q in p.call("sequences")["sequences"]:
                 try:
