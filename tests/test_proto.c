@@ -359,7 +359,7 @@ static const struct bad_call bad_calls[] = {
     { "generate", message_typo, "messages[0] has the unknown key 'text'" },
     { "apply_template", message_short, "messages[0] has no content" },
     { "score", bad_tokens, "tokens[2] is -1" },
-    { "cancel", no_params, "cancel needs the argument 'msgid'" },
+    { "cancel", bad_tokens, "cancel has no argument 'tokens'" },
     { "tokenize", no_params, "tokenize needs the argument 'text'" },
     { "kv", bad_tokens, "kv has no argument 'tokens': it takes none" },
 };
