@@ -298,7 +298,7 @@ def test_32_more_fit():
     assert most["full"] <= 3 < most["snapkv"], most
 
 
-def test_33_a_session_after_an_end(d):
+def check_session_after_an_end(d):
     """After a stop string, a cancel, a deadline: the session goes on exactly as if all had been said at once (full), or as
     another one of the same course (sparse)."""
     def begin(p, name, end, kv):
@@ -359,6 +359,13 @@ def test_33_a_session_after_an_end(d):
                     assert e.code == "not_found", e
                     assert ask(p, 20, 5, 2, session=name)["completion_tokens"] == 5  # begun anew
         end_sessions(p)
+
+
+@own
+def test_33_a_session_after_an_end():
+    # exact: an answer's pairs come from decode steps, those of the whole text from a prefill, and the two round differently
+    with Running("--compute", "f32", "--kv-memory", "8M", gguf=model("random32")) as d:
+        check_session_after_an_end(d)
 
 
 def test_34_one_prompt_two_policies(d):
