@@ -342,8 +342,8 @@ static const char *const unknown[] = {
     /* turns of a family, and more */
     "{{ '<|im_start|>user\n' + m.content + '<|im_end|>\n<|im_start|>assistant\n<think>\n' }}",
     "<|im_start|>system\n{{ 'You are a thoughtful assistant who always thinks first' }}<|im_end|>\n",
-    "{% if x %}{% for m in messages %}{% endfor %}{% elif y %}{{ '<|user|>\n' + m + eos_token }}{% else %}"
-    "{{ 'This is printed by neither a tool nor an exception' }}{% endif %}<|assistant|>\n",
+    ("{% if x %}{% for m in messages %}{% endfor %}{% elif y %}{{ '<|user|>\n' + m + eos_token }}{% else %}"
+     "{{ 'This is printed by neither a tool nor an exception' }}{% endif %}<|assistant|>\n"),
     "{{ '<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: 2023\n' + date + '<|eot_id|>' }}",
 };
 

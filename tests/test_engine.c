@@ -529,7 +529,7 @@ START_TEST(texts_take_turns)
     for (steps = 0; n == 0 && steps < 40; steps++)
         step_all(e, 1, id, got, &n, 2);
     ck_assert_int_eq(n > 0, 1);
-    ck_assert_int_le(steps, 2);
+    ck_assert_int_le(steps, 6); /* 2 where encoding is quick; behind the other's texts it would be hundreds */
     ck_assert_int_eq(text_pending(e) || kind[_i] == ENGINE_GENERATE, 1); /* there was something to wait behind */
     step_end(e);
     engine_free(e);
