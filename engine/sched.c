@@ -289,6 +289,17 @@ static int take_memory(struct engine *e, struct seq *s, struct skv_error *err)
     return 0;
 }
 
+/* The least recently used idle session: anybody's, or this user's. */
+static struct seq *oldest_session(struct engine *e, const uint32_t *uid)
+{
+    struct seq *s, *oldest = NULL;
+
+    TAILQ_FOREACH(s, &e->seqs, link)
+        if (s->state == SEQ_IDLE && (uid == NULL || s->uid == *uid) && (oldest == NULL || s->t_idle < oldest->t_idle))
+            oldest = s;
+    return oldest;
+}
+
 /* Pages promised to a user's sequences and to those that wait, without one; *idle: of that, what idle sessions hold. */
 static int64_t promised_to(const struct engine *e, uint32_t uid, const struct seq *without, int64_t *idle)
 {
@@ -309,11 +320,12 @@ static int64_t promised_to(const struct engine *e, uint32_t uid, const struct se
 /* max_kv_user: what is admitted never grows beyond it, so it is looked at once, here. The user's own idle sessions make room. */
 static int check_share(struct engine *e, struct seq *s, struct skv_error *err)
 {
-    int64_t page = (int64_t)e->kv->page.bytes, most = e->cfg.max_kv_user / page, need = wanted_pages(e, s), idle;
-    int64_t held = promised_to(e, s->uid, s, &idle);
+    int64_t page = (int64_t)e->kv->page.bytes, most = e->cfg.max_kv_user / page, need, held, idle;
 
     if (e->cfg.max_kv_user <= 0)
         return 0;
+    need = wanted_pages(e, s);
+    held = promised_to(e, s->uid, s, &idle);
     if (need > most)
         return skv_fail(err, SKV_TOO_LARGE, "%d prompt and %d answer tokens need %lld bytes of KV memory, one user may have %lld "
                         "(max-kv-per-user decides)", s->n_prompt, s->n_max, (long long)(need * page),
@@ -323,11 +335,7 @@ static int check_share(struct engine *e, struct seq *s, struct skv_error *err)
                         "user may have %lld (max-kv-per-user decides): try again later", (long long)((held - idle) * page),
                         (long long)(need * page), (long long)e->cfg.max_kv_user);
     while (held + need > most) {
-        struct seq *i, *oldest = NULL;
-
-        TAILQ_FOREACH(i, &e->seqs, link)
-            if (i->uid == s->uid && i->state == SEQ_IDLE && (oldest == NULL || i->t_idle < oldest->t_idle))
-                oldest = i;
+        struct seq *oldest = oldest_session(e, &s->uid);
         assert(oldest != NULL); /* all idle ones together are enough */
         held -= oldest->reserved;
         sched_drop_session(e, oldest, true);
@@ -396,16 +404,6 @@ static struct seq *best_waiting(struct engine *e, const struct seq *const *tried
     return best;
 }
 
-static struct seq *oldest_session(struct engine *e)
-{
-    struct seq *s, *oldest = NULL;
-
-    TAILQ_FOREACH(s, &e->seqs, link)
-        if (s->state == SEQ_IDLE && (oldest == NULL || s->t_idle < oldest->t_idle))
-            oldest = s;
-    return oldest;
-}
-
 /* The largest loan that a sequence which is admitted but not prefilled may still ask for. */
 static int64_t open_transient(const struct engine *e)
 {
@@ -459,7 +457,7 @@ static bool fits_without_sessions(const struct engine *e, const struct seq *s)
 static bool admit_with_pressure(struct engine *e, struct seq *s)
 {
     while (!try_admit(e, s)) {
-        struct seq *idle = fits_without_sessions(e, s) ? oldest_session(e) : NULL;
+        struct seq *idle = fits_without_sessions(e, s) ? oldest_session(e, NULL) : NULL;
         if (idle == NULL)
             return false;
         sched_drop_session(e, idle, true);

@@ -131,6 +131,32 @@ struct client_reply *client_call(struct engine *e, struct engine_request *take)
     return r;
 }
 
+struct engine_config client_config(const char *model)
+{
+    struct engine_config c;
+
+    engine_config_default(&c);
+    c.model = model;
+    c.threads = 2;
+    c.kv_memory = 64 << 20;
+    c.max_sequences = 64;
+    c.max_batch = 32;
+    c.kv.policy = "full";
+    return c;
+}
+
+void client_prompt(int which, int n, int32_t *ids)
+{
+    uint32_t x = 2463534242u + 7919u * (uint32_t)which;
+
+    for (int i = 0; i < n; i++) {
+        x ^= x << 13;
+        x ^= x >> 17;
+        x ^= x << 5;
+        ids[i] = 3 + (int32_t)(x % 350);
+    }
+}
+
 struct engine_request *client_generate(const int32_t *ids, int n, int max_tokens)
 {
     struct engine_request *r = must(engine_request_new(ENGINE_GENERATE));

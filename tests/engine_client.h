@@ -31,6 +31,12 @@ void client_call_all(struct engine *e, struct engine_request **take, int n, stru
 /* As client_call_all, and cancel request `which` after it gave `after` tokens (-1: none). */
 void client_call_cancel(struct engine *e, struct engine_request **take, int n, struct client_reply **reply, int which, int after);
 
+/* Two threads, 64 MiB of KV memory, a full cache: what most tests of a small model start from. */
+struct engine_config client_config(const char *model);
+
+/* Prompts of a small random model that repeat from run to run: n ids. */
+void client_prompt(int which, int n, int32_t *ids);
+
 /* A GENERATE request over token ids, greedy, ignoring end tokens. */
 struct engine_request *client_generate(const int32_t *ids, int n, int max_tokens);
 void client_set_kv(struct engine_request *r, const char *policy, int budget);

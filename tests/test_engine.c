@@ -18,39 +18,19 @@ static char model[64];
 
 static struct engine_config config(void)
 {
-    struct engine_config c;
+    struct engine_config c = client_config(model);
 
-    engine_config_default(&c);
-    c.model = model;
-    c.threads = 2;
-    c.kv_memory = 64 << 20;
-    c.max_sequences = 64;
-    c.max_batch = 32;
     c.step_ms = 5;
-    c.kv.policy = "full";
     c.thin = "1:1.5,3:1.2"; /* sparse only; no shape is known of a random model */
     return c;
-}
-
-/* Prompts of different lengths that repeat from run to run. */
-static int prompt(int which, int n, int32_t *ids)
-{
-    uint32_t x = 2463534242u + 7919u * (uint32_t)which;
-
-    for (int i = 0; i < n; i++) {
-        x ^= x << 13;
-        x ^= x >> 17;
-        x ^= x << 5;
-        ids[i] = 3 + (int32_t)(x % 350);
-    }
-    return n;
 }
 
 static struct engine_request *ask(int which, int n, int max_tokens)
 {
     int32_t ids[4096];
 
-    return client_generate(ids, prompt(which, n, ids), max_tokens);
+    client_prompt(which, n, ids);
+    return client_generate(ids, n, max_tokens);
 }
 
 static void same_tokens(const struct client_reply *a, const struct client_reply *b)
@@ -302,9 +282,9 @@ START_TEST(session_continues)
     struct client_reply *b = client_call(e, q);
     ck_assert_msg(b->code == SKV_OK, "%s", b->message);
     ck_assert_int_eq(b->result->cached_tokens, 150 + 19);
-    prompt(1, 150, ids);
+    client_prompt(1, 150, ids);
     memcpy(ids + 150, a->result->tokens, 20 * sizeof *ids);
-    prompt(2, 70, ids + 170);
+    client_prompt(2, 70, ids + 170);
     struct client_reply *whole = client_call(e, client_generate(ids, 240, 20));
     same_tokens(b, whole);
 

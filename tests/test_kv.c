@@ -23,30 +23,17 @@ static const char *const dtypes[] = { "bf16", "int8" };
 
 static struct engine_config config(const char *dtype)
 {
-    struct engine_config c;
+    struct engine_config c = client_config(model);
 
-    engine_config_default(&c);
-    c.model = model;
-    c.threads = 2;
-    c.kv_memory = 64 << 20;
-    c.max_sequences = 64;
-    c.max_batch = 32;
-    c.kv.policy = "full";
     c.kv.dtype = dtype;
     return c;
 }
 
 static struct engine_request *ask(int which, int n, int max_tokens, const char *session)
 {
-    uint32_t x = 2463534242u + 7919u * (uint32_t)which;
     int32_t ids[4096];
 
-    for (int i = 0; i < n; i++) {
-        x ^= x << 13;
-        x ^= x >> 17;
-        x ^= x << 5;
-        ids[i] = 3 + (int32_t)(x % 350);
-    }
+    client_prompt(which, n, ids);
     struct engine_request *q = client_generate(ids, n, max_tokens);
     q->session = session != NULL ? strdup(session) : NULL;
     return q;

@@ -187,15 +187,10 @@ static void one(struct engine *e, const struct model *m, uint64_t *seed, const c
 
 static struct engine *start(bool f32, const char *dtype)
 {
-    struct engine_config c;
+    struct engine_config c = client_config(path);
 
-    engine_config_default(&c);
-    c.model = path;
     c.compute_f32 = f32;
     c.kv.dtype = dtype;
-    c.kv.policy = "full";
-    c.kv_memory = 64 << 20;
-    c.threads = 2;
     return client_start(&c);
 }
 

@@ -147,7 +147,7 @@ static void sim_state_thin(void *be, float *state, const int32_t *row, int n)
 
     for (int i = 0; i < n; i++)
         memmove(state + i * d, state + row[i] * d, d * sizeof *state);
-    sim_cost_thin(s, n);
+    sim_cost_rows(s, n);
 }
 
 static uint64_t state_get(const struct sim *s, const float *x, int row)
@@ -175,7 +175,7 @@ static void sim_embed(void *be, const struct ops_pass *pass, float *x)
         for (int r = s->value != NULL ? seg->row0 : last; r <= last; r++) /* without slot values only a last row is asked for */
             state_put(s, x, r, sim_mix((uint64_t)pass->token[r], (uint64_t)ops_seg_pos(seg, r)));
     }
-    sim_cost_embed(s, pass->n_row);
+    sim_cost_rows(s, pass->n_row);
 }
 
 static void sim_attn_in(void *be, int layer, const struct ops_pass *pass, const float *x, const int32_t *slot)

@@ -53,8 +53,7 @@ static inline size_t sim_index(const struct sim *s, int lane, int layer, int hea
 }
 
 /* --- sim_cost.c: the clock. Each function adds the time of one operation --- */
-void sim_cost_embed(struct sim *s, int n_row);
-void sim_cost_thin(struct sim *s, int n_row);
+void sim_cost_rows(struct sim *s, int n_row); /* hidden states that are written once: embedding, thinning */
 void sim_cost_attn_in(struct sim *s, int layer, int n_row);
 void sim_cost_attn_prefill(struct sim *s, int layer, const struct ops_pass *pass);
 void sim_cost_attn_decode(struct sim *s, int layer, const struct ops_pass *pass, const struct kern_rule *rule);

@@ -51,12 +51,7 @@ double sim_weight_bytes(const struct ops_model_src *src)
     return sum;
 }
 
-void sim_cost_embed(struct sim *s, int n_row)
-{
-    spend(s, &(struct work){ .row_bytes = 8.0 * n_row * s->d.d_model, .kernels = 1 });
-}
-
-void sim_cost_thin(struct sim *s, int n_row)
+void sim_cost_rows(struct sim *s, int n_row)
 {
     spend(s, &(struct work){ .row_bytes = 8.0 * n_row * s->d.d_model, .kernels = 1 });
 }
