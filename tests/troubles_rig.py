@@ -49,8 +49,10 @@ def model(name="random", **shape):
 
 
 def heavy_model():
-    """One whose longest prompt takes a while."""
-    return model("heavy", layers=4, width=256, heads=4, head_dim=64, ffn=512, context=2048)
+    """One whose longest prompt takes a second or so on a fast idle machine, too: what a test does meanwhile takes 0.1 s."""
+    if SANITIZED:
+        return model("heavy", layers=4, width=256, heads=4, head_dim=64, ffn=512, context=2048)
+    return model("heavy", layers=8, width=512, heads=8, kv_heads=4, head_dim=64, ffn=2048, context=2048)
 
 
 def number():
@@ -84,7 +86,7 @@ def refused(f, *codes):
     except Refused as e:
         assert e.code in codes, e
         return e.error
-    raise AssertionError("not refused: %r" % (r,))
+    raise AssertionError("not refused: %.300r" % (r,))
 
 
 def prompt(n, seed=1):
