@@ -1,8 +1,8 @@
 /* core.h - the engine's inside, shared by the files of engine/ that run on the engine thread.
  *
  * One iteration (step.c): commands -> texts -> admission (sched.c) -> decode step (decode.c) -> a slice of prefill (prefill.c)
- * -> events (emit.c). Everything but the two mailboxes, the settings marked atomic and the counters belongs to the
- * engine thread.
+ * -> events (emit.c). Where a device computes by itself, texts and admission are done while the decode step runs. Everything but
+ * the two mailboxes, the settings marked atomic and the counters belongs to the engine thread.
  */
 #ifndef SKVD_ENGINE_CORE_H
 #define SKVD_ENGINE_CORE_H
@@ -166,8 +166,14 @@ bool prefill_pending(const struct engine *e);
 void prefill_leave(struct engine *e, struct seq *s);
 
 /* --- decode.c --- */
-/* One token for each running sequence. Returns how many. */
+/* One token for each running sequence. Returns how many. Where the backend chooses the tokens by itself, texts, admission and the
+ * next pairs' pages are seen to while it works. */
 int decode_step(struct engine *e);
+/* Is there a running sequence; and does its step see to texts and admission? */
+bool decode_pending(const struct engine *e);
+bool decode_ahead(const struct engine *e);
+/* A running sequence ends: pages that were taken for a pair that never came. */
+void decode_give_back(struct engine *e, const struct seq *s);
 /* Choose the first tokens of sequences whose prefill is done, from rows of a hidden state. */
 void decode_first(struct engine *e, struct seq **seq, const int32_t *row, int n, const float *x);
 /* The slot of a new KV pair in every layer and head of one row: step-prepare. slot [n_layer][stride]. */

@@ -148,12 +148,10 @@ static void accept(struct engine *e, struct seq *s)
         accept_generate(e, s);
 }
 
-/* The next tokens of the sequences, from rows of a hidden state. What a row's request needs decides where its token is chosen,
- * never what runs beside it. */
-static void choose_all(struct engine *e, struct seq **seq, const float *x, const int32_t *row, int n)
+/* Have the next tokens of the sequences chosen, from rows of a hidden state. What a row's request needs decides where its token
+ * is chosen, never what runs beside it. */
+static void choose_begin(struct engine *e, struct seq **seq, const float *x, const int32_t *row, int n)
 {
-    struct choice c = { e, seq, e->model.src.dims.n_vocab };
-
     for (int i = 0; e->ops->sample != NULL && i < n; i++) {
         bool host = seq[i]->req->kind == ENGINE_SCORE || seq[i]->req->logprobs > 0;
         if (host)
@@ -165,6 +163,14 @@ static void choose_all(struct engine *e, struct seq **seq, const float *x, const
         e->ops->sample(e->be, x, row, n, e->pick, e->logits);
     else
         e->ops->logits(e->be, x, row, n, e->logits);
+}
+
+static void choose_end(struct engine *e, struct seq **seq, int n)
+{
+    struct choice c = { e, seq, e->model.src.dims.n_vocab };
+
+    if (e->ops->collect != NULL)
+        e->ops->collect(e->be);
     if (core_failed(e))
         return;
     e->ops->host_for(e->be, n, choose_row, &c);
@@ -204,10 +210,21 @@ void decode_first(struct engine *e, struct seq **seq, const int32_t *row, int n,
     }
     if (n_run == 0)
         return;
-    choose_all(e, run, x, run_row, n_run);
+    choose_begin(e, run, x, run_row, n_run);
+    choose_end(e, run, n_run);
 }
 
 /* ---- the step -------------------------------------------------------------------------------------------- */
+
+bool decode_pending(const struct engine *e)
+{
+    const struct seq *s;
+
+    TAILQ_FOREACH(s, &e->seqs, link)
+        if (s->state == SEQ_DECODE && !s->paused)
+            return true;
+    return false;
+}
 
 static int collect(struct engine *e)
 {
@@ -247,6 +264,46 @@ static void ring_step(const struct engine *e, const struct seq *s, int layer, st
     }
 }
 
+/* Does it need another token after the one that is being chosen? It may end all the same, at an end token or a stop. */
+static bool goes_on(const struct seq *s)
+{
+    return s->n_answer + 1 < (s->req->kind == ENGINE_SCORE ? s->cont.n : s->n_max);
+}
+
+/* The pages of the pairs of the step after this one, where they are the first in them. */
+static void pages_ahead(struct engine *e, const struct seq *s)
+{
+    for (int layer = 0; layer < e->model.src.dims.n_layer; layer++)
+        for (int h = 0; h < e->model.src.dims.n_kv; h++) {
+            size_t i = core_head(e, s->lane, layer, h);
+            if (e->kv->len[i] < e->kv->cap[i])
+                pages_grow(e->pages, s->lane, layer, h, e->kv->len[i] + 1);
+        }
+}
+
+/* While the device works: all that doesn't need its tokens. Nothing here touches the sequences in the step but for pages that
+ * they have no pair in yet; memory that goes from one sequence to another is cleared behind the step, in the device's order. */
+static void work_ahead(struct engine *e, int n)
+{
+    for (int i = 0; i < n; i++)
+        if (goes_on(e->row_seq[i]))
+            pages_ahead(e, e->row_seq[i]);
+    text_run(e);
+    sched_admit(e);
+}
+
+bool decode_ahead(const struct engine *e)
+{
+    return e->ops->collect != NULL && decode_pending(e);
+}
+
+void decode_give_back(struct engine *e, const struct seq *s)
+{
+    for (int layer = 0; layer < e->model.src.dims.n_layer; layer++)
+        for (int h = 0; h < e->model.src.dims.n_kv; h++)
+            pages_trim(e->pages, s->lane, layer, h, e->kv->len[core_head(e, s->lane, layer, h)]);
+}
+
 int decode_step(struct engine *e)
 {
     const struct ops_dims *d = &e->model.src.dims;
@@ -271,6 +328,9 @@ int decode_step(struct engine *e)
         e->row_seq[i]->n_kv++;
         e->row_seq[i]->n_step++;
     }
-    choose_all(e, e->row_seq, e->x, e->row_index, n);
+    choose_begin(e, e->row_seq, e->x, e->row_index, n);
+    if (e->ops->collect != NULL)
+        work_ahead(e, n);
+    choose_end(e, e->row_seq, n);
     return n;
 }

@@ -121,6 +121,8 @@ static void settle(struct engine *e, struct seq *s, bool kv_whole)
 
 void sched_finish(struct engine *e, struct seq *s, enum engine_finish finish, int stop)
 {
+    if (s->state == SEQ_DECODE)
+        decode_give_back(e, s);
     emit_end(e, s, SKV_OK, NULL, finish, stop);
     atomic_fetch_add_explicit(&e->stats.finished, 1, memory_order_relaxed);
     atomic_fetch_add_explicit(&e->stats.reason[finish], 1, memory_order_relaxed);
@@ -139,6 +141,8 @@ void sched_fail(struct engine *e, struct seq *s, enum skv_code code, const char 
     va_end(ap);
     if (in_prefill)
         prefill_leave(e, s);
+    if (s->state == SEQ_DECODE)
+        decode_give_back(e, s);
     if (s->state == SEQ_DECODE && s->req->kind == ENGINE_GENERATE)
         seq_text_cut(s, true, &from, &len); /* what was held back belongs to the text that there is */
     emit_end(e, s, code, msg, ENGINE_FINISH_LENGTH, -1);

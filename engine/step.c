@@ -55,16 +55,6 @@ static void check_pages(struct engine *e)
 #endif
 }
 
-static bool decode_pending(const struct engine *e)
-{
-    const struct seq *s;
-
-    TAILQ_FOREACH(s, &e->seqs, link)
-        if (s->state == SEQ_DECODE && !s->paused)
-            return true;
-    return false;
-}
-
 /* The backend has failed for good: nobody's answer can go on. */
 static void end_all(struct engine *e)
 {
@@ -123,9 +113,12 @@ bool step_once(struct engine *e, int *wait_ms)
     command_run_all(e);
     if (e->stopping)
         return false;
-    text_run(e);
+    /* Where a step follows whose device leaves this thread time, texts and admission are done in that time. */
+    if (!decode_ahead(e))
+        text_run(e);
     *wait_ms = sched_expire(e);
-    sched_admit(e);
+    if (!decode_ahead(e))
+        sched_admit(e);
     bool worked = !core_failed(e) && step(e);
     if (core_failed(e))
         end_all(e);

@@ -254,6 +254,9 @@ struct ops {
      * takes the candidates by falling probability (lower token first), so it differs from the host's draw of the same u. NULL:
      * the engine chooses from logits. */
     void (*sample)(void *be, const float *x, const int32_t *row, int n, struct ops_sample *s, float *logits);
+    /* Where it is there, sample only gives the device its work: s and logits, which stay where they are, are filled when this
+     * returns. Until then they are the backend's, and of its operations only page_clear is called. NULL: sample fills them. */
+    void (*collect)(void *be);
 
     /* Why nothing can be computed any more (a device's errors stay), or NULL while all is well; valid until close. From then
      * on every operation but this and close does nothing, and what it should have filled is undefined. The engine asks before

@@ -712,6 +712,172 @@ START_TEST(lost_device)
 }
 END_TEST
 
+/* ---- a device that works by itself ------------------------------------------------------------------------------------ */
+
+/* sim, with tokens chosen as a device would: asked for, and there when they are collected, not before. */
+static struct device {
+    const struct ops *sim;
+    const struct engine *e;
+    const float *x;
+    const int32_t *row;
+    struct ops_sample *s;
+    float *logits;
+    int n, n_vocab;
+    int64_t launched, grown, texts, admitted; /* grown: pages taken in flight; texts, sequences that moved on in flight */
+    bool collecting;                          /* or nothing is in flight */
+} device = { .collecting = true };
+
+static int in_state(enum seq_state state)
+{
+    const struct seq *s;
+    int n = 0;
+
+    TAILQ_FOREACH(s, &device.e->seqs, link)
+        n += s->state == state;
+    return n;
+}
+
+static int texts_before, waiting_before, running_before;
+static int64_t pages_before;
+
+static void device_sample(void *be, const float *x, const int32_t *row, int n, struct ops_sample *s, float *logits)
+{
+    (void)be;
+    ck_assert(device.collecting);
+    device.collecting = false;
+    device.launched++;
+    device.x = x;
+    device.row = row;
+    device.n = n;
+    device.s = s;
+    device.logits = logits;
+    for (int i = 0; i < n; i++)
+        s[i].token = -1;
+    texts_before = in_state(SEQ_TEXT);
+    waiting_before = in_state(SEQ_WAITING);
+    running_before = in_state(SEQ_DECODE);
+    pages_before = pages_used(device.e->pages);
+}
+
+static void device_collect(void *be)
+{
+    float *l = malloc((size_t)device.n * device.n_vocab * sizeof *l);
+    int64_t more = pages_used(device.e->pages) - pages_before;
+
+    ck_assert(!device.collecting);
+    device.collecting = true;
+    device.grown += more > 0 ? more : 0;
+    device.texts += texts_before - in_state(SEQ_TEXT);
+    device.admitted += waiting_before > 0 && in_state(SEQ_WAITING) < waiting_before;
+    ck_assert_int_eq(in_state(SEQ_DECODE), running_before); /* nobody leaves, nobody joins a step that runs */
+    device.sim->logits(be, device.x, device.row, device.n, l);
+    for (int i = 0; i < device.n; i++) {
+        const float *r = l + (size_t)i * device.n_vocab;
+        int best = 0;
+        for (int t = 1; t < device.n_vocab; t++)
+            best = r[t] > r[best] ? t : best;
+        device.s[i].token = best;
+        if (device.s[i].host)
+            memcpy(device.logits + (size_t)i * device.n_vocab, r, (size_t)device.n_vocab * sizeof *r);
+    }
+    free(l);
+}
+
+static void device_select(void *be, int lane, int layer, const struct kern_rule *rule, int n_query, float *kept_mass)
+{
+    ck_assert(device.collecting);
+    device.sim->select(be, lane, layer, rule, n_query, kept_mass);
+}
+
+static void device_attn_in(void *be, int layer, const struct ops_pass *pass, const float *x, const int32_t *slot)
+{
+    ck_assert(device.collecting);
+    device.sim->attn_in(be, layer, pass, x, slot);
+}
+
+/* No sequence holds a page that it has no pair in once its request is over. */
+static void pages_exact(const struct rig *r)
+{
+    const struct ops_dims *d = &r->e->model.src.dims;
+    const struct seq *s;
+
+    TAILQ_FOREACH(s, &r->e->seqs, link)
+        for (int layer = 0; s->state == SEQ_IDLE && layer < d->n_layer; layer++)
+            for (int h = 0; h < d->n_kv; h++)
+                ck_assert_int_eq(pages_head_held(r->e->pages, s->lane, layer, h),
+                                 (r->e->kv->len[core_head(r->e, s->lane, layer, h)] + KERN_PAGE_SLOTS - 1) / KERN_PAGE_SLOTS);
+}
+
+/* Texts, admission and the next pages are done while the device works; what is answered is what it was without, from requests
+ * that come, end at a token and are broken off at any moment. */
+START_TEST(works_ahead)
+{
+    static const char *const policy[] = { "full", "sparse", "streaming", "article" };
+    struct engine_config cfg;
+    struct rig r[2];
+    struct ops ops;
+
+    rig_config(&cfg);
+    cfg.max_batch = 3;
+    for (int k = 0; k < 2; k++) {
+        rig_start(&r[k], &cfg);
+        device = (struct device){ r[k].e->ops, r[k].e, NULL, NULL, NULL, NULL, 0, r[k].e->model.src.dims.n_vocab, 0, 0, 0, 0, true };
+        ops = *r[k].e->ops;
+        ops.sample = device_sample;
+        ops.collect = device_collect;
+        ops.select = device_select;
+        ops.attn_in = device_attn_in;
+        if (k == 1)
+            r[k].e->ops = &ops;
+        for (int i = 0; i < 12; i++) {
+            struct engine_request *q = rig_generate(40 + 37 * i, (uint32_t)i, 30 + 11 * i);
+            kv(q, policy[i % 4], 64);
+            if (i % 3 == 0) {
+                char name[8];
+                snprintf(name, sizeof name, "s%d", i);
+                q->session = strdup(name);
+            }
+            q->ignore_eos = i % 2 == 0;
+            rig_submit(&r[k], q);
+            rig_run_tokens(&r[k], i / 2, 7);
+            if (i % 5 == 4)
+                engine_cancel(r[k].e, r[k].req[i - 2].id);
+        }
+        rig_run(&r[k]);
+        for (int n = 1; n <= KERN_PAGE_SLOTS; n++) { /* sessions broken off at every place in a page */
+            struct engine_request *q = rig_generate(20, (uint32_t)n, 100);
+            char name[8];
+            q->kv.policy = strdup("full");
+            snprintf(name, sizeof name, "p%d", n);
+            q->session = strdup(name);
+            int i = rig_submit(&r[k], q);
+            rig_run_tokens(&r[k], i, n);
+            engine_cancel(r[k].e, r[k].req[i].id);
+            rig_run(&r[k]);
+            ck_assert_int_eq(r[k].req[i].code, SKV_CANCELLED);
+            pages_exact(&r[k]);
+        }
+    }
+    ck_assert_int_gt(device.launched, 100);
+    ck_assert_int_gt(device.grown, 100);
+    ck_assert_int_gt(device.texts, 3);
+    ck_assert_int_gt(device.admitted, 0);
+    int compared = 0;
+    for (int i = 0; i < 12; i++) {
+        int n = r[0].req[i].n_token < r[1].req[i].n_token ? r[0].req[i].n_token : r[1].req[i].n_token;
+        if (r[0].req[i].code == SKV_OK) { /* one that is broken off has as many tokens as there were */
+            ck_assert_int_eq(r[0].req[i].code, r[1].req[i].code);
+            ck_assert_int_eq(r[0].req[i].n_token, r[1].req[i].n_token);
+        }
+        ck_assert_mem_eq(r[0].req[i].token, r[1].req[i].token, (size_t)n * sizeof(int32_t));
+        compared += n;
+    }
+    ck_assert_int_gt(compared, 300);
+    for (int k = 0; k < 2; k++)
+        stop(&r[k]);
+}
+END_TEST
+
 int main(void)
 {
     Suite *s = suite_create("sched");
@@ -740,6 +906,7 @@ int main(void)
     tcase_add_test(c, two_large_prompts);
     tcase_add_test(c, paused);
     tcase_add_test(c, lost_device);
+    tcase_add_test(c, works_ahead);
     suite_add_tcase(s, c);
     runner = srunner_create(s);
     srunner_run_all(runner, CK_NORMAL);

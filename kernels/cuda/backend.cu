@@ -433,6 +433,7 @@ void cu_out_mlp_op(void *be, int layer, const ops_pass *pass, float *x)
 {
     cuda *c = static_cast<cuda *>(be);
     cu_tell_out_mlp(c, layer, pass, x);
+    cu_collect(c);
     if (!c->noted.empty())
         cu_step_out_mlp(c, layer, pass, x);
     else
@@ -542,6 +543,7 @@ extern "C" const ops ops_cuda = {
     nullptr,
     OP(cu_pool_room),
     OP(cu_choose),
+    OP(cu_collect),
     cu_failed,
     cu_steps,
     cu_process_rank,

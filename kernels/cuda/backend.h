@@ -2,11 +2,12 @@
 //
 // A backend drives one or more ranks (tensor parallel): devices that each hold a run of KV heads with their query
 // heads, a run of MLP columns and a run of the vocabulary. One host thread, the engine's, puts work into every
-// rank's stream; nothing waits but logits, select and the reads.
+// rank's stream; nothing waits but logits, collect, select and the reads.
 //
 // Prefill passes run at once, op by op. Decode ops are noted (step.cu) and run when the logits are asked for: the
-// step's numbers go into one pinned block, and the whole step, from that block's copy to the copy of the logits, is
-// one CUDA graph, captured once per ladder step.
+// step's numbers go into one pinned block, and the whole step, from that block's copy to the copy of the chosen tokens, is
+// one CUDA graph, captured once per ladder step. sample launches it, collect waits: the engine works in between, and the
+// block belongs to the device.
 #ifndef SKVD_KERNELS_CUDA_BACKEND_H
 #define SKVD_KERNELS_CUDA_BACKEND_H
 
@@ -150,6 +151,12 @@ struct cuda {
     const float *step_x;
     std::map<const kern_range *, int> step_pins;
     int step_n_pin;
+    struct {                  // launched, to be collected; n == 0: nothing is
+        int n;
+        bool step;            // the noted step; else the rows of a prompt's hidden states
+        ops_sample *s;
+        float *logits;
+    } out;
     int64_t n_graph, n_plain; // decode steps that a graph ran, and that were launched kernel by kernel
     char failed[256];         // why nothing can be computed any more; empty while all is well
 };
@@ -217,10 +224,12 @@ void cu_step_attn_decode(cuda *c, int layer, const ops_pass *pass, const kern_ru
 void cu_step_out_mlp(cuda *c, int layer, const ops_pass *pass, float *x);
 // Destroy graphs that hold the address of a state.
 void cu_graphs_forget(cu_rank &r, const float *x);
-// Run what is noted without logits. Every other operation calls it first.
+// Run what is noted without logits, once what is launched is collected. Every other operation calls it first.
 void cu_step_flush(cuda *c);
 void cu_logits(void *be, const float *x, const int32_t *row, int n, float *logits);
 void cu_choose(void *be, const float *x, const int32_t *row, int n, ops_sample *s, float *logits);
+// Wait for what cu_choose launched and fill its tokens and logits.
+void cu_collect(void *be);
 
 // nccl.cu
 int cu_comm_init(cuda *c, skv_error *err);

@@ -491,6 +491,7 @@ struct follower {
         std::vector<int32_t> row = ints((size_t)n);
         std::vector<ops_sample> s((size_t)n); // the leader chooses
         cu_choose(c, x, row.data(), n, s.data(), nullptr);
+        cu_collect(c);
         pins.clear();
     }
     void select()

@@ -152,6 +152,7 @@ static void step_grow(cuda *c, int pins)
 
 static void step_begin(cuda *c, const ops_pass *pass, const float *x)
 {
+    cu_collect(c); // the block is the device's until then
     if (!c->noted.empty() && c->step_rows == pass->n_row && c->step_x == x)
         return;
     cu_step_flush(c);
@@ -415,15 +416,22 @@ static void block_end(cuda *c)
     c->clear.clear();
 }
 
+static void wait_all(cuda *c)
+{
+    for (cu_rank &r : c->rank) {
+        cu_use(r);
+        cu_wait(c, r);
+        CU_MUST(cudaGetLastError());
+    }
+}
+
 // Wait for the ranks and take the victims that the step chose.
 static void step_end(cuda *c)
 {
     int per = c->d.n_layer;
+    wait_all(c);
     for (cu_rank &r : c->rank) {
         const int32_t *lane = in_block<int32_t>(r.step_h, r.at.lane);
-        cu_use(r);
-        cu_wait(c, r);
-        CU_MUST(cudaGetLastError());
         for (int i = 0; i < c->step_rows; i++)
             for (int l = 0; lane[i] >= 0 && l < per; l++)
                 for (int h = 0; h < r.n_kv; h++) {
@@ -438,6 +446,7 @@ static void step_end(cuda *c)
 
 void cu_step_flush(cuda *c)
 {
+    cu_collect(c);
     if (c->noted.empty())
         return;
     cu_tell_flush(c);
@@ -594,17 +603,27 @@ static void choose_eager(cuda *c, const float *x, const int32_t *row, int n, ops
     }
     run_logits(c, x, at, n);
     logits_send(c, s, n, n);
-    for (cu_rank &r : c->rank) {
-        cu_use(r);
-        cu_wait(c, r);
-        CU_MUST(cudaGetLastError());
-    }
-    choice_out(c, n, s, logits);
+    c->out = { n, false, s, logits };
+}
+
+void cu_collect(void *be)
+{
+    cuda *c = static_cast<cuda *>(be);
+    auto o = c->out;
+    if (o.n == 0)
+        return;
+    c->out.n = 0;
+    if (o.step)
+        step_end(c);
+    else
+        wait_all(c);
+    choice_out(c, o.n, o.s, o.logits);
 }
 
 void cu_choose(void *be, const float *x, const int32_t *row, int n, ops_sample *s, float *logits)
 {
     cuda *c = static_cast<cuda *>(be);
+    cu_collect(c);
     cu_tell_choose(c, x, row, n);
     if (n <= c->step_rows && x == c->step_x && whole_step(c)) {
         for (cu_rank &r : c->rank) {
@@ -618,13 +637,14 @@ void cu_choose(void *be, const float *x, const int32_t *row, int n, ops_sample *
         }
         int rows = graph_run(c, c->step_rows);
         logits_send(c, s, n, rows);
-        step_end(c);
-        choice_out(c, n, s, logits);
+        c->out = { n, true, s, logits };
         return;
     }
     cu_step_flush(c);
-    for (int i = 0; i < n; i += c->D)
+    for (int i = 0; i < n; i += c->D) {
+        cu_collect(c);
         choose_eager(c, x, row + i, std::min(c->D, n - i), s + i, logits + (size_t)i * c->d.n_vocab);
+    }
 }
 
 void cu_logits(void *be, const float *x, const int32_t *row, int n, float *logits)
@@ -633,4 +653,5 @@ void cu_logits(void *be, const float *x, const int32_t *row, int n, float *logit
     for (ops_sample &one : s)
         one.host = true;
     cu_choose(be, x, row, n, s.data(), logits);
+    cu_collect(be);
 }
