@@ -55,6 +55,7 @@ static void submit(struct engine *e, struct cmd *c)
     s = submit_target(e, c->id, req);
     if (s == NULL)
         return;
+    admit_seen(e, s->uid);
     s->t_submit = c->t_submit;
     if (req->deadline_ms > 0)
         s->deadline = c->t_submit + req->deadline_ms * 1000;

@@ -1,6 +1,6 @@
 /* core.h - the engine's inside, shared by the files of engine/ that run on the engine thread.
  *
- * One iteration (step.c): commands -> texts -> admission (sched.c) -> decode step (decode.c) -> a slice of prefill (prefill.c)
+ * One iteration (step.c): commands -> texts -> admission (admit.c) -> decode step (decode.c) -> a slice of prefill (prefill.c)
  * -> events (emit.c). Where a device computes by itself, texts and admission are done while the decode step runs. Everything but
  * the two mailboxes, the settings marked atomic and the counters belongs to the engine thread.
  */
@@ -47,10 +47,26 @@ struct prefill_group {
 };
 
 struct lost_session {
+    uint64_t at; /* when it was noted, counted from 1; 0: the entry is free */
     uint32_t uid;
     char name[64];
 };
 #define LOST_SESSIONS 256
+
+/* What a user has just now; admit.c counts it. */
+struct share {
+    int active;             /* sequences with a place in the step */
+    int running;            /* those, and those that rest */
+    int lanes;              /* idle and waiting sessions' too */
+    int64_t pages;          /* promised to all of these */
+    int64_t running_pages;  /* to those that run */
+};
+
+struct recent_user {
+    bool is;
+    uint32_t uid;
+    int64_t at; /* microseconds */
+};
 
 struct engine {
     struct engine_config cfg;
@@ -85,7 +101,11 @@ struct engine {
     struct prefill_group group[2]; /* [0] long ones and whatever comes, [1] short ones that overtake */
     bool short_turn;
     struct lost_session lost[LOST_SESSIONS];
-    int n_lost, lost_at;
+    uint64_t lost_at;
+    struct share share[QUEUE_SHARES];
+    uint64_t turn_of[QUEUE_SHARES], turn; /* when each user was given a place last, counted */
+    int n_share;               /* users that hold a lane */
+    struct recent_user recent[2]; /* the last two who asked for something, the latest first */
 
     /* one step's flat arrays, at addresses that stay */
     struct ops_seg *seg;       /* [batch] */
@@ -140,8 +160,8 @@ void query_answer(struct engine *e, uint64_t id, struct engine_request *take);
 /* --- sched.c --- */
 /* Check a fully encoded request and queue it; fails it when it can never run. */
 void sched_enqueue(struct engine *e, struct seq *s);
-/* Give lanes and pages to those whose turn it is. */
-void sched_admit(struct engine *e);
+/* Pages that a request's sequence can need at most. */
+int64_t sched_wanted_pages(const struct engine *e, const struct seq *s);
 /* End what is past its deadline, and idle sessions that are too old; returns ms until the next such moment, -1: none. */
 int sched_expire(struct engine *e);
 /* End a sequence's request (its END event goes out) and either keep it as an idle session or free it. */
@@ -157,6 +177,12 @@ struct seq *sched_find_session(struct engine *e, uint32_t uid, const char *name)
 void sched_remember_lost(struct engine *e, const struct seq *s);
 /* True, and forgotten, when this session was dropped since. */
 bool sched_session_lost(struct engine *e, uint32_t uid, const char *name);
+
+/* --- admit.c: places, lanes and pages, shared out between users --- */
+/* This user asks for something: the others' requests leave it some room from now on. */
+void admit_seen(struct engine *e, uint32_t uid);
+/* Give places, lanes and pages to those whose turn it is. */
+void sched_admit(struct engine *e);
 
 /* --- prefill.c --- */
 /* Form groups of READY sequences and run units until deadline_us; at least one unit. Returns false when there was nothing. */

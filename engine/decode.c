@@ -221,7 +221,7 @@ bool decode_pending(const struct engine *e)
     const struct seq *s;
 
     TAILQ_FOREACH(s, &e->seqs, link)
-        if (s->state == SEQ_DECODE && !s->paused)
+        if (s->state == SEQ_DECODE && !s->paused && !s->resting)
             return true;
     return false;
 }
@@ -233,7 +233,7 @@ static int collect(struct engine *e)
     struct seq *s;
 
     TAILQ_FOREACH(s, &e->seqs, link) {
-        if (s->state != SEQ_DECODE || s->paused || n == core_batch(e))
+        if (s->state != SEQ_DECODE || s->paused || s->resting || n == core_batch(e))
             continue;
         decode_prepare(e, s, e->slot + (size_t)n * n_kv, stride);
         e->row_seq[n] = s;
@@ -327,6 +327,7 @@ int decode_step(struct engine *e)
     for (int i = 0; i < n; i++) {
         e->row_seq[i]->n_kv++;
         e->row_seq[i]->n_step++;
+        e->row_seq[i]->n_turn++;
     }
     choose_begin(e, e->row_seq, e->x, e->row_index, n);
     if (e->ops->collect != NULL)

@@ -9,7 +9,7 @@ struct pages {
     const struct ops *ops;
     void *be;
     struct ops_kv *kv;
-    int n_layer, n_kv, n_lane;
+    int n_layer, n_kv, n_lane, lanes_free;
     int64_t n_free, reserved;
     uint32_t *free_page;  /* [n_pages] stack */
     int32_t *held;        /* [lane][layer][head] pages in the table */
@@ -35,7 +35,7 @@ struct pages *pages_new(const struct ops *ops, void *be, struct ops_kv *kv, cons
         p->kv = kv;
         p->n_layer = dims->n_layer;
         p->n_kv = dims->n_kv;
-        p->n_lane = n_lane;
+        p->n_lane = p->lanes_free = n_lane;
         p->free_page = malloc((size_t)kv->n_pages * sizeof *p->free_page);
         p->held = calloc(heads, sizeof *p->held);
         p->lane_held = calloc((size_t)n_lane, sizeof *p->lane_held);
@@ -72,6 +72,7 @@ int pages_lane_get(struct pages *p)
         if (p->lane_used[lane])
             continue;
         p->lane_used[lane] = true;
+        p->lanes_free--;
         for (size_t i = head_index(p, lane, 0, 0); i < head_index(p, lane + 1, 0, 0); i++) {
             p->kv->len[i] = 0;
             p->kv->cap[i] = INT32_MAX;
@@ -92,6 +93,17 @@ void pages_lane_put(struct pages *p, int lane)
         }
     assert(p->lane_held[lane] == 0);
     p->lane_used[lane] = false;
+    p->lanes_free++;
+}
+
+int pages_lanes(const struct pages *p)
+{
+    return p->n_lane;
+}
+
+int pages_lanes_free(const struct pages *p)
+{
+    return p->lanes_free;
 }
 
 void pages_grow(struct pages *p, int lane, int layer, int head, int n)

@@ -22,6 +22,8 @@ void pages_free(struct pages *p);
 
 /* A free lane with empty tables (len 0, cap INT32_MAX, victim -1), or -1. */
 int pages_lane_get(struct pages *p);
+int pages_lanes(const struct pages *p);
+int pages_lanes_free(const struct pages *p);
 /* Give a lane and all its pages back. */
 void pages_lane_put(struct pages *p, int lane);
 

@@ -72,19 +72,18 @@ static int begun_of(const struct engine *e, uint32_t uid)
     return n;
 }
 
-/* The next READY sequence of at most `rows` rows that is not in the group: in the order of admission, so by priority, then the
- * uid with the fewest at work, then arrival. */
+/* The next READY sequence of at most `rows` rows that is not in the group: in the order of admission, so of the uid with
+ * the fewest at work, then by priority, then arrival. */
 static struct seq *best_ready(const struct engine *e, const struct prefill_group *g, int rows)
 {
     struct seq *s, *best = NULL;
     int best_begun = 0;
 
     TAILQ_FOREACH(s, &e->seqs, link) {
-        if (s->state != SEQ_READY || s->paused || seq_rows(s) > rows || in_group(g, s))
+        if (s->state != SEQ_READY || s->paused || s->resting || seq_rows(s) > rows || in_group(g, s))
             continue;
         int begun = begun_of(e, s->uid);
-        if (best == NULL || s->req->priority > best->req->priority ||
-            (s->req->priority == best->req->priority && begun < best_begun)) {
+        if (best == NULL || begun < best_begun || (begun == best_begun && s->req->priority > best->req->priority)) {
             best = s;
             best_begun = begun;
         }
@@ -343,7 +342,7 @@ static bool any_ready(const struct engine *e, bool short_only)
     const struct seq *s;
 
     TAILQ_FOREACH(s, &e->seqs, link)
-        if (s->state == SEQ_READY && !s->paused && (!short_only || seq_rows(s) <= OPS_TILE))
+        if (s->state == SEQ_READY && !s->paused && !s->resting && (!short_only || seq_rows(s) <= OPS_TILE))
             return true;
     return false;
 }

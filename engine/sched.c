@@ -1,9 +1,5 @@
-/* sched.c - who runs: checks, exact admission, sessions, ends.
- *
- * Admission reserves what a sequence can need at most, so a running one is never preempted. Order: priority, then the uid
- * with the fewest running sequences, then arrival. What does not fit now waits; smaller ones may go first, but only
- * BYPASS_MAX times, so that it is not starved. Pressure falls on idle sessions (least recently used), never on running text.
- */
+/* sched.c - a request's life around its run: checks and what it must reserve, sessions, ends, time. Whose turn it is:
+ * admit.c. */
 #include <assert.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -11,9 +7,6 @@
 #include <string.h>
 
 #include "engine/thin.h"
-
-#define BYPASS_MAX 32
-#define BLOCKED_MAX 16 /* that are tried in a round, at most */
 
 struct seq *sched_find_request(struct engine *e, uint64_t request)
 {
@@ -47,26 +40,46 @@ struct seq *sched_find_session(struct engine *e, uint32_t uid, const char *name)
 
 /* ---- sessions that were dropped ---------------------------------------------------------------- */
 
+/* Where the next one is noted: a free entry, else the oldest of the user that has most of them. */
+static struct lost_session *lost_entry(struct engine *e)
+{
+    struct lost_session *victim = NULL;
+    int most = 0;
+
+    for (int i = 0; i < LOST_SESSIONS; i++) {
+        struct lost_session *l = &e->lost[i];
+        int n = 0;
+        if (l->at == 0)
+            return l;
+        for (int k = 0; k < LOST_SESSIONS; k++)
+            n += e->lost[k].uid == l->uid;
+        if (n > most || (n == most && l->at < victim->at)) {
+            victim = l;
+            most = n;
+        }
+    }
+    return victim;
+}
+
 void sched_remember_lost(struct engine *e, const struct seq *s)
 {
-    struct lost_session *l = &e->lost[e->lost_at];
+    struct lost_session *l = lost_entry(e);
 
+    l->at = ++e->lost_at;
     l->uid = s->uid;
     memcpy(l->name, s->session, sizeof l->name);
-    e->lost_at = (e->lost_at + 1) % LOST_SESSIONS;
-    if (e->n_lost < LOST_SESSIONS)
-        e->n_lost++;
 }
 
 bool sched_session_lost(struct engine *e, uint32_t uid, const char *name)
 {
-    for (int i = 0; i < e->n_lost; i++)
-        if (e->lost[i].uid == uid && strcmp(e->lost[i].name, name) == 0) {
-            e->lost[i].name[0] = '\0'; /* said once */
-            e->lost[i].uid = UINT32_MAX;
-            return true;
+    bool found = false;
+
+    for (int i = 0; i < LOST_SESSIONS; i++)
+        if (e->lost[i].at != 0 && e->lost[i].uid == uid && strcmp(e->lost[i].name, name) == 0) {
+            e->lost[i].at = 0; /* said once */
+            found = true;
         }
-    return false;
+    return found;
 }
 
 static void release(struct engine *e, struct seq *s)
@@ -249,7 +262,7 @@ static int check_size(struct engine *e, struct seq *s, struct skv_error *err)
     return 0;
 }
 
-static int64_t wanted_pages(const struct engine *e, const struct seq *s)
+int64_t sched_wanted_pages(const struct engine *e, const struct seq *s)
 {
     int64_t n = (int64_t)s->n_prompt + s->n_max, context = e->model.src.dims.max_context;
 
@@ -293,13 +306,13 @@ static int take_memory(struct engine *e, struct seq *s, struct skv_error *err)
     return 0;
 }
 
-/* The least recently used idle session: anybody's, or this user's. */
-static struct seq *oldest_session(struct engine *e, const uint32_t *uid)
+/* This user's least recently used idle session. */
+static struct seq *oldest_session(struct engine *e, uint32_t uid)
 {
     struct seq *s, *oldest = NULL;
 
     TAILQ_FOREACH(s, &e->seqs, link)
-        if (s->state == SEQ_IDLE && (uid == NULL || s->uid == *uid) && (oldest == NULL || s->t_idle < oldest->t_idle))
+        if (s->state == SEQ_IDLE && s->uid == uid && (oldest == NULL || s->t_idle < oldest->t_idle))
             oldest = s;
     return oldest;
 }
@@ -314,7 +327,7 @@ static int64_t promised_to(const struct engine *e, uint32_t uid, const struct se
     TAILQ_FOREACH(s, &e->seqs, link) {
         if (s->uid != uid || s == without)
             continue;
-        int64_t more = s->state == SEQ_WAITING ? wanted_pages(e, s) : 0;
+        int64_t more = s->state == SEQ_WAITING ? sched_wanted_pages(e, s) : 0;
         sum += more > s->reserved ? more : s->reserved;
         *idle += s->state == SEQ_IDLE ? s->reserved : 0;
     }
@@ -328,7 +341,7 @@ static int check_share(struct engine *e, struct seq *s, struct skv_error *err)
 
     if (e->cfg.max_kv_user <= 0)
         return 0;
-    need = wanted_pages(e, s);
+    need = sched_wanted_pages(e, s);
     held = promised_to(e, s->uid, s, &idle);
     if (need > most)
         return skv_fail(err, SKV_TOO_LARGE, "%d prompt and %d answer tokens need %lld bytes of KV memory, one user may have %lld "
@@ -339,7 +352,7 @@ static int check_share(struct engine *e, struct seq *s, struct skv_error *err)
                         "user may have %lld (max-kv-per-user decides): try again later", (long long)((held - idle) * page),
                         (long long)(need * page), (long long)e->cfg.max_kv_user);
     while (held + need > most) {
-        struct seq *oldest = oldest_session(e, &s->uid);
+        struct seq *oldest = oldest_session(e, s->uid);
         assert(oldest != NULL); /* all idle ones together are enough */
         held -= oldest->reserved;
         sched_drop_session(e, oldest, true);
@@ -359,7 +372,7 @@ void sched_enqueue(struct engine *e, struct seq *s)
         return;
     }
     s->transient = wanted_transient(s);
-    need = wanted_pages(e, s) + s->transient;
+    need = sched_wanted_pages(e, s) + s->transient;
     if (need > total) {
         sched_fail(e, s, SKV_TOO_LARGE,
                    "%d prompt and %d answer tokens need %.0f KiB of KV memory under policy %s; there are %.0f KiB "
@@ -372,152 +385,6 @@ void sched_enqueue(struct engine *e, struct seq *s)
         return;
     }
     s->state = SEQ_WAITING;
-}
-
-/* ---- admission ---------------------------------------------------------------------------------------------- */
-
-static int running_of(const struct engine *e, uint32_t uid)
-{
-    const struct seq *s;
-    int n = 0;
-
-    TAILQ_FOREACH(s, &e->seqs, link)
-        n += s->uid == uid && seq_active(s);
-    return n;
-}
-
-/* The next in turn that was not tried in this round (`tried` marks). */
-static struct seq *best_waiting(struct engine *e, const struct seq *const *tried, int n_tried)
-{
-    struct seq *s, *best = NULL;
-    int best_running = 0;
-
-    TAILQ_FOREACH(s, &e->seqs, link) {
-        bool skip = s->state != SEQ_WAITING || s->paused;
-        for (int i = 0; i < n_tried && !skip; i++)
-            skip = tried[i] == s;
-        if (skip)
-            continue;
-        int running = running_of(e, s->uid);
-        if (best == NULL || s->req->priority > best->req->priority ||
-            (s->req->priority == best->req->priority && running < best_running)) {
-            best = s;
-            best_running = running;
-        }
-    }
-    return best;
-}
-
-/* The largest loan that a sequence which is admitted but not prefilled may still ask for. */
-static int64_t open_transient(const struct engine *e)
-{
-    const struct seq *s;
-    int64_t most = 0;
-
-    TAILQ_FOREACH(s, &e->seqs, link)
-        if ((s->state == SEQ_READY || s->state == SEQ_PREFILL) && s->transient > most)
-            most = s->transient;
-    return most;
-}
-
-static bool try_admit(struct engine *e, struct seq *s)
-{
-    int64_t more = wanted_pages(e, s) - s->reserved, loan = open_transient(e);
-    int lane = s->lane;
-
-    if (more < 0)
-        more = 0;
-    if (s->transient > loan)
-        loan = s->transient;
-    if (pages_reserved(e->pages) + more + loan > pages_total(e->pages))
-        return false;
-    if (lane < 0 && (lane = pages_lane_get(e->pages)) < 0)
-        return false;
-    if (!pages_reserve(e->pages, more)) /* cannot be: it was just counted */
-        return false;
-    s->lane = lane;
-    s->reserved += more;
-    s->state = SEQ_READY;
-    core_queued(e, s->uid, -1);
-    return true;
-}
-
-/* Would it fit if all idle sessions were gone? */
-static bool fits_without_sessions(const struct engine *e, const struct seq *s)
-{
-    int64_t loan = open_transient(e), left = pages_reserved(e->pages);
-    const struct seq *i;
-
-    TAILQ_FOREACH(i, &e->seqs, link)
-        if (i->state == SEQ_IDLE)
-            left -= i->reserved;
-    if (s->transient > loan)
-        loan = s->transient;
-    int64_t more = wanted_pages(e, s) - s->reserved;
-    return left + (more > 0 ? more : 0) + loan <= pages_total(e->pages);
-}
-
-/* Idle sessions go, the least recently used first, but none in vain. */
-static bool admit_with_pressure(struct engine *e, struct seq *s)
-{
-    while (!try_admit(e, s)) {
-        struct seq *idle = fits_without_sessions(e, s) ? oldest_session(e, NULL) : NULL;
-        if (idle == NULL)
-            return false;
-        sched_drop_session(e, idle, true);
-    }
-    return true;
-}
-
-/* Waiting sessions can hold memory that each other needs. When nothing runs and the first in turn does not fit, the last one that
- * holds something is given up, said so to its client: the first fits the pool alone, so it then runs. */
-static bool break_standstill(struct engine *e, const struct seq *first)
-{
-    struct seq *s;
-
-    TAILQ_FOREACH_REVERSE(s, &e->seqs, seq_list, link) {
-        if (s->state != SEQ_WAITING || s->lane < 0 || s == first)
-            continue;
-        char name[sizeof s->session];
-        memcpy(name, s->session, sizeof name);
-        s->session[0] = '\0'; /* so that it is not kept */
-        sched_fail(e, s, SKV_NOT_FOUND,
-                   "session \"%s\" had to be ended: its memory was needed (--kv-memory decides); send the whole conversation again",
-                   name);
-        return true;
-    }
-    return false;
-}
-
-static void note_bypass(struct seq *const *blocked, int n)
-{
-    for (int i = 0; i < n; i++)
-        blocked[i]->bypassed++;
-}
-
-void sched_admit(struct engine *e)
-{
-    struct seq *blocked[BLOCKED_MAX], *s;
-    int n_blocked = 0, active = 0;
-
-    TAILQ_FOREACH(s, &e->seqs, link)
-        active += seq_active(s);
-    while (active < core_batch(e)) {
-        s = n_blocked < BLOCKED_MAX ? best_waiting(e, (const struct seq *const *)blocked, n_blocked) : NULL;
-        if (s != NULL && admit_with_pressure(e, s)) {
-            note_bypass(blocked, n_blocked);
-            active++;
-            continue;
-        }
-        if (s != NULL)
-            blocked[n_blocked++] = s;
-        if (s != NULL && s->bypassed < BYPASS_MAX)
-            continue;
-        /* No other may go: there is none, or this one was passed often enough. */
-        if (active > 0 || n_blocked == 0 || !break_standstill(e, blocked[0]))
-            return;
-        n_blocked = 0;
-    }
 }
 
 /* ---- time ------------------------------------------------------------------------------------------------- */

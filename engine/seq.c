@@ -49,7 +49,8 @@ void seq_begin_request(struct seq *s, uint64_t id, struct engine_request *take)
     s->req = take;
     s->pid = take->pid;
     s->state = SEQ_TEXT;
-    s->paused = s->thinned = false;
+    s->paused = s->resting = s->thinned = false;
+    s->n_turn = 0;
     s->text_begun = s->cont_begun = false;
     s->n_cached = s->n_kv;
     s->prompt_from = s->n_kv;
@@ -71,6 +72,7 @@ void seq_end_request(struct seq *s)
     s->req = NULL;
     s->request = 0;
     s->state = SEQ_IDLE;
+    s->resting = false;
 }
 
 void seq_free(struct seq *s)
@@ -86,9 +88,14 @@ void seq_free(struct seq *s)
     free(s);
 }
 
-bool seq_active(const struct seq *s)
+bool seq_running(const struct seq *s)
 {
     return s->state == SEQ_READY || s->state == SEQ_PREFILL || s->state == SEQ_DECODE;
+}
+
+bool seq_active(const struct seq *s)
+{
+    return seq_running(s) && !s->resting;
 }
 
 const char *seq_state_name(const struct seq *s)
@@ -96,5 +103,5 @@ const char *seq_state_name(const struct seq *s)
     static const char *const name[] = { [SEQ_TEXT] = "waiting",    [SEQ_WAITING] = "waiting", [SEQ_READY] = "prefill",
                                         [SEQ_PREFILL] = "prefill", [SEQ_DECODE] = "decode",   [SEQ_IDLE] = "idle" };
 
-    return s->paused ? "paused" : name[s->state];
+    return s->paused ? "paused" : s->resting ? "resting" : name[s->state];
 }

@@ -34,7 +34,9 @@ struct seq {
     uint64_t request;      /* of the request being served */
     struct engine_request *req;
     enum seq_state state;
-    bool paused;
+    bool paused;           /* its reader does not keep up */
+    bool resting;          /* without a place in the step, as it is another user's turn; keeps its lane and pages */
+    bool doomed;           /* an idle session that admission is about to end */
     uint32_t uid;
     int32_t pid;
     char session[64];      /* "" none */
@@ -53,6 +55,7 @@ struct seq {
     int n_cached;     /* positions there before this request */
     int n_max;        /* tokens of the answer at most */
     int n_step;       /* decode steps since the prefill */
+    int n_turn;       /* of them, since it has its place */
     bool at_context;  /* n_max was cut by the context */
 
     /* KV */
@@ -98,7 +101,8 @@ void seq_begin_request(struct seq *s, uint64_t id, struct engine_request *take);
 void seq_end_request(struct seq *s);
 
 const char *seq_state_name(const struct seq *s);
-bool seq_active(const struct seq *s); /* has a lane and work to do */
+bool seq_running(const struct seq *s); /* has a lane and work to do */
+bool seq_active(const struct seq *s);  /* and a place in the step */
 
 /* --- seq_text.c --- */
 /* Add a token's bytes. -1: no memory. */

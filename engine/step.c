@@ -12,7 +12,7 @@ static void count(struct engine *e)
     struct seq *s;
 
     TAILQ_FOREACH(s, &e->seqs, link) {
-        running += seq_active(s);
+        running += seq_running(s);
         waiting += s->state == SEQ_TEXT || s->state == SEQ_WAITING;
         idle += s->state == SEQ_IDLE;
         if (s->lane >= 0) {

@@ -240,6 +240,14 @@ static void run(struct rig *r, struct scenario *sc)
 
 /* ---- judging ------------------------------------------------------------------------------------------------------------- */
 
+static bool others_session(const struct scenario *sc, const struct job *j)
+{
+    for (int i = 0; i < sc->n; i++)
+        if (sc->job[i].session[0] != '\0' && sc->job[i].uid != j->uid)
+            return true;
+    return false;
+}
+
 static bool explained(const struct scenario *sc, const struct job *j, const struct rig_req *q, char *why, size_t size)
 {
     int room = sc->cfg.context - j->prompt + 1; /* the last token needs no place */
@@ -265,8 +273,8 @@ static bool explained(const struct scenario *sc, const struct job *j, const stru
     case SKV_NOT_FOUND:
         ok = session;
         break;
-    case SKV_OVERLOADED:
-        ok = sc->cfg.queue_len == 4;
+    case SKV_OVERLOADED: /* the queue is full, or another user's session has its share of the memory */
+        ok = sc->cfg.queue_len == 4 || others_session(sc, j);
         break;
     case SKV_TOO_LARGE:
         break; /* the next test decides: alone it is refused too */

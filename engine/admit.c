@@ -1,0 +1,353 @@
+/* admit.c - whose turn it is: places in the step, lanes and pages, shared out between users.
+ *
+ * A lane and all pages that a sequence can need at most are promised when it is admitted, so a running one never loses memory.
+ * Order: the user with the fewest places, then the one served longest ago; of one user's, priority, then arrival. What does
+ * not fit now waits; smaller ones may go first, but only BYPASS_MAX times, so that it is not starved; from then on only users
+ * who run less than its own go.
+ *
+ * Places (max_batch) are shared in time: while another user waits who has fewer, a sequence of the user with the most rests. It
+ * keeps its lane and pages, and goes on where it was. Memory can't be lent that way, so where several users come, one
+ * who runs something leaves the last part of the pool and of the lanes to the others. Pressure falls on idle sessions of
+ * the user with the most, least recently used first; another's go only above an even share.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "engine/core.h"
+
+#define BYPASS_MAX   32
+#define BLOCKED_MAX  16 /* that are tried in a round, at most */
+#define TURN_STEPS   32 /* tokens before a place changes hands between users who can't all have as many */
+#define POOL_PART    8  /* one part in so many of the pool is left to other users */
+#define LANE_PART    16 /* and of the lanes */
+#define RECENT_US    ((int64_t)3600 * 1000000) /* so long a user is reckoned with */
+#define PER_MILLE    1000
+
+/* ---- who has what ------------------------------------------------------------------------------ */
+
+static struct share *share_of(struct engine *e, const struct seq *s)
+{
+    return &e->share[s->uid % QUEUE_SHARES];
+}
+
+static void share_add(struct engine *e, const struct seq *s)
+{
+    struct share *u = share_of(e, s);
+
+    u->active += seq_active(s);
+    u->running += seq_running(s);
+    if (s->lane < 0)
+        return;
+    e->n_share += u->lanes++ == 0;
+    u->pages += s->reserved;
+    u->running_pages += seq_running(s) ? s->reserved : 0;
+}
+
+/* Returns how many have a place. */
+static int count_shares(struct engine *e)
+{
+    const struct seq *s;
+    int active = 0;
+
+    memset(e->share, 0, sizeof e->share);
+    e->n_share = 0;
+    TAILQ_FOREACH(s, &e->seqs, link) {
+        share_add(e, s);
+        active += seq_active(s);
+    }
+    return active;
+}
+
+void admit_seen(struct engine *e, uint32_t uid)
+{
+    struct recent_user *r = e->recent;
+
+    if (!r[0].is || r[0].uid != uid)
+        r[1] = r[0];
+    r[0] = (struct recent_user){ true, uid, core_now_us(e) };
+}
+
+/* Does anybody else ask for something these days? */
+static bool others_about(const struct engine *e, uint32_t uid)
+{
+    for (int i = 0; i < 2; i++)
+        if (e->recent[i].is && e->recent[i].uid != uid && core_now_us(e) - e->recent[i].at < RECENT_US)
+            return true;
+    return false;
+}
+
+/* ---- memory ---------------------------------------------------------------------------------------- */
+
+/* What idle sessions that are about to end give back. */
+struct freed {
+    int lanes;
+    int64_t pages;
+};
+
+/* The largest loan that a sequence which is admitted but not prefilled may still ask for. */
+static int64_t open_transient(const struct engine *e)
+{
+    const struct seq *s;
+    int64_t most = 0;
+
+    TAILQ_FOREACH(s, &e->seqs, link)
+        if ((s->state == SEQ_READY || s->state == SEQ_PREFILL) && s->transient > most)
+            most = s->transient;
+    return most;
+}
+
+static int64_t more_pages(const struct engine *e, const struct seq *s)
+{
+    int64_t more = sched_wanted_pages(e, s) - s->reserved;
+
+    return more > 0 ? more : 0;
+}
+
+static bool fits(struct engine *e, const struct seq *s, const struct freed *freed)
+{
+    const struct share *u = share_of(e, s);
+    int64_t loan = open_transient(e), pages = pages_total(e->pages);
+    int lanes = pages_lanes_free(e->pages) + freed->lanes;
+
+    if (others_about(e, s->uid)) {
+        pages -= u->running > 0 ? pages / POOL_PART : 0;
+        lanes -= u->lanes > 0 ? (pages_lanes(e->pages) + LANE_PART - 1) / LANE_PART : 0;
+    }
+    if (s->transient > loan)
+        loan = s->transient;
+    return pages_reserved(e->pages) - freed->pages + more_pages(e, s) + loan <= pages && (s->lane >= 0 || lanes > 0);
+}
+
+static int64_t use(const struct engine *e, int64_t pages, int lanes)
+{
+    int64_t p = pages * PER_MILLE / pages_total(e->pages), l = (int64_t)lanes * PER_MILLE / pages_lanes(e->pages);
+
+    return p > l ? p : l;
+}
+
+/* How much its user has, of pages or lanes, whichever is more; -1 when that must not shrink for `asks`: another user's, and not
+ * above an even share. */
+static int64_t claim(struct engine *e, const struct seq *s, const struct seq *asks)
+{
+    const struct share *u = share_of(e, s), *mine = share_of(e, asks);
+
+    if (u == mine)
+        return use(e, u->pages + more_pages(e, asks), u->lanes + (asks->lane < 0));
+    int64_t has = use(e, u->pages, u->lanes);
+    return has > PER_MILLE / (e->n_share + (mine->lanes == 0)) ? has : -1;
+}
+
+/* The idle session that goes next. */
+static struct seq *next_to_go(struct engine *e, const struct seq *asks)
+{
+    struct seq *s, *best = NULL;
+    int64_t most = -1;
+
+    TAILQ_FOREACH(s, &e->seqs, link) {
+        if (s->state != SEQ_IDLE || s->doomed)
+            continue;
+        int64_t c = claim(e, s, asks);
+        if (c > most || (c == most && best != NULL && s->t_idle < best->t_idle)) {
+            most = c;
+            best = s;
+        }
+    }
+    return best;
+}
+
+/* Idle sessions go until s fits, but none in vain. */
+static bool make_room(struct engine *e, struct seq *s)
+{
+    struct freed freed = { 0, 0 };
+    struct seq *i, *next;
+    bool enough;
+
+    while (!(enough = fits(e, s, &freed)) && (i = next_to_go(e, s)) != NULL) {
+        struct share *u = share_of(e, i);
+        i->doomed = true;
+        freed.lanes++;
+        freed.pages += i->reserved;
+        u->lanes--;
+        u->pages -= i->reserved;
+    }
+    if (freed.lanes == 0)
+        return enough;
+    for (i = TAILQ_FIRST(&e->seqs); i != NULL; i = next) {
+        next = TAILQ_NEXT(i, link);
+        if (!i->doomed)
+            continue;
+        i->doomed = false;
+        share_of(e, i)->lanes++;
+        share_of(e, i)->pages += i->reserved;
+        if (enough)
+            sched_drop_session(e, i, true);
+    }
+    if (enough)
+        count_shares(e);
+    return enough;
+}
+
+static bool take_room(struct engine *e, struct seq *s)
+{
+    int64_t more = more_pages(e, s);
+
+    if (!make_room(e, s) || !pages_reserve(e->pages, more))
+        return false;
+    if (s->lane < 0)
+        s->lane = pages_lane_get(e->pages); /* there is one: it was just counted */
+    s->reserved += more;
+    s->state = SEQ_READY;
+    core_queued(e, s->uid, -1);
+    return true;
+}
+
+/* Nothing runs and the first in turn does not fit: waiting sessions hold what it needs, or idle ones that stay. The last
+ * waiting one that may go is given up, said so to its client; if there is none, the first is refused. */
+static void break_standstill(struct engine *e, struct seq *first)
+{
+    struct seq *s;
+
+    TAILQ_FOREACH_REVERSE(s, &e->seqs, seq_list, link) {
+        if (s->state != SEQ_WAITING || s->lane < 0 || s == first || claim(e, s, first) < 0)
+            continue;
+        char name[sizeof s->session];
+        memcpy(name, s->session, sizeof name);
+        s->session[0] = '\0'; /* so that it is not kept */
+        sched_fail(e, s, SKV_NOT_FOUND,
+                   "session \"%s\" had to be ended: its memory was needed (--kv-memory decides); send the whole conversation again",
+                   name);
+        return;
+    }
+    sched_fail(e, first, SKV_OVERLOADED, "%d prompt and %d answer tokens need more KV memory than other users' sessions leave: "
+               "try again later, or with a smaller request", first->n_prompt, first->n_max);
+}
+
+/* ---- turns ----------------------------------------------------------------------------------------------- */
+
+static bool wants_place(const struct seq *s)
+{
+    return !s->paused && (s->state == SEQ_WAITING || (s->resting && seq_running(s)));
+}
+
+/* One that was passed often enough stops all who run as much as its own user. */
+static bool stopped(struct engine *e, const struct seq *s, struct seq *const *blocked, int n)
+{
+    for (int i = 0; i < n; i++)
+        if (blocked[i] == s || (blocked[i]->bypassed >= BYPASS_MAX && s->state == SEQ_WAITING &&
+                                share_of(e, s)->running_pages >= share_of(e, blocked[i])->running_pages))
+            return true;
+    return false;
+}
+
+/* Places that its user has, or would have had in this round if there had been room: so other users' requests are tried before
+ * its user's next one. */
+static int places(struct engine *e, const struct seq *s, struct seq *const *blocked, int n)
+{
+    int sum = share_of(e, s)->active;
+
+    for (int i = 0; i < n; i++)
+        sum += share_of(e, blocked[i]) == share_of(e, s);
+    return sum;
+}
+
+/* The next in turn. */
+static struct seq *best_waiting(struct engine *e, struct seq *const *blocked, int n)
+{
+    struct seq *s, *best = NULL;
+    int best_places = 0;
+    uint64_t best_turn = 0;
+
+    TAILQ_FOREACH(s, &e->seqs, link) {
+        if (!wants_place(s) || stopped(e, s, blocked, n))
+            continue;
+        int has = places(e, s, blocked, n);
+        uint64_t turn = e->turn_of[s->uid % QUEUE_SHARES];
+        if (best == NULL || has < best_places || (has == best_places && turn < best_turn) ||
+            (share_of(e, s) == share_of(e, best) && s->req->priority > best->req->priority)) {
+            best = s;
+            best_places = has;
+            best_turn = turn;
+        }
+    }
+    return best;
+}
+
+static bool rests_before(const struct seq *a, const struct seq *b)
+{
+    if ((a->state == SEQ_PREFILL) != (b->state == SEQ_PREFILL))
+        return b->state == SEQ_PREFILL;
+    return a->req->priority < b->req->priority || (a->req->priority == b->req->priority && a->n_turn > b->n_turn);
+}
+
+/* Who gives up its place to s: nobody (NULL) where that would only turn the difference round, unless it had its turn. Of the
+ * user with the most: the least important, then the longest at work. A prompt that is being read is read on to its end, and is
+ * asked last. */
+static struct seq *who_rests(struct engine *e, const struct seq *s)
+{
+    const struct share *mine = share_of(e, s), *most = NULL;
+    struct seq *t, *best = NULL;
+
+    TAILQ_FOREACH(t, &e->seqs, link) {
+        const struct share *u = share_of(e, t);
+        if (u == mine || !seq_active(t))
+            continue;
+        if (t->paused) /* it uses its place for nothing */
+            return t;
+        if (u->active < mine->active + (t->n_turn >= TURN_STEPS ? 1 : 2))
+            continue;
+        if (best == NULL || u->active > most->active || (u->active == most->active && rests_before(t, best))) {
+            best = t;
+            most = u;
+        }
+    }
+    return best;
+}
+
+static void note_bypass(struct seq *const *blocked, int n)
+{
+    for (int i = 0; i < n; i++)
+        blocked[i]->bypassed++;
+}
+
+static bool anything_runs(const struct engine *e)
+{
+    const struct seq *s;
+
+    TAILQ_FOREACH(s, &e->seqs, link)
+        if (seq_running(s))
+            return true;
+    return false;
+}
+
+void sched_admit(struct engine *e)
+{
+    struct seq *blocked[BLOCKED_MAX], *s, *rests;
+    int n_blocked = 0, active = count_shares(e);
+
+    for (;;) {
+        s = n_blocked < BLOCKED_MAX ? best_waiting(e, blocked, n_blocked) : NULL;
+        if (s == NULL) { /* no other may go: there is none, or one was passed often enough */
+            if (n_blocked == 0 || anything_runs(e))
+                return;
+            break_standstill(e, blocked[0]);
+            n_blocked = 0;
+            active = count_shares(e);
+            continue;
+        }
+        rests = active >= core_batch(e) ? who_rests(e, s) : NULL;
+        if (active >= core_batch(e) && rests == NULL)
+            return;
+        if (s->state == SEQ_WAITING && !take_room(e, s)) {
+            blocked[n_blocked++] = s;
+            continue;
+        }
+        if (!s->resting)
+            note_bypass(blocked, n_blocked);
+        s->resting = false;
+        s->n_turn = 0;
+        e->turn_of[s->uid % QUEUE_SHARES] = ++e->turn;
+        if (rests != NULL)
+            rests->resting = true;
+        active = count_shares(e);
+    }
+}
