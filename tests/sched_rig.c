@@ -41,6 +41,28 @@ void rig_start(struct rig *r, const struct engine_config *cfg)
     }
 }
 
+int64_t rig_pages_needed(const char *policy, int budget, int n)
+{
+    struct engine_config cfg;
+    struct rig r;
+
+    rig_config(&cfg);
+    cfg.kv.policy = policy;
+    cfg.kv.budget = budget;
+    rig_start(&r, &cfg);
+    int64_t need = kvplan_pages(&r.e->plan, n) + kvplan_transient(&r.e->plan, n);
+    rig_stop(&r);
+    return need;
+}
+
+size_t rig_page_bytes(void)
+{
+    struct kern_page_layout pl;
+
+    kern_page_layout_init(&pl, KERN_KV_BF16, 16); /* preset tiny */
+    return pl.bytes;
+}
+
 int64_t rig_now(const struct rig *r)
 {
     return core_now_us(r->e);

@@ -42,6 +42,10 @@ void rig_start(struct rig *r, const struct engine_config *cfg);
 /* Ends what is there, checks that every request ended once and no page is left, frees. */
 void rig_stop(struct rig *r);
 
+/* Pages that a request of n tokens needs alone under a policy, as admission counts them; and a page's bytes. */
+int64_t rig_pages_needed(const char *policy, int budget, int n);
+size_t rig_page_bytes(void);
+
 int64_t rig_now(const struct rig *r);
 void rig_idle(struct rig *r, int64_t us);
 

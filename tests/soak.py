@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """Random clients against a real skvd with a small random model, for SKVD_SOAK_SECONDS (20): mixed lengths, cancels,
-disconnects, slow readers, bad frames, administrators. Greedy answers must be the ones that the same request got alone.
+disconnects, slow readers, bad frames, administrators. Greedy answers must be the ones that the same request got alone. As
+root, half of them are another user.
 
 At the end: an empty pool, no descriptor more than at the start, memory that does not grow with time."""
 import argparse
+import ctypes
 import os
 import random
 import re
@@ -23,6 +25,7 @@ ARGS.add_argument("seconds", nargs="?", type=float, default=float(os.environ.get
 ARGS.add_argument("--seed", type=int, default=0)
 SECONDS, SEED = vars(ARGS.parse_args()).values()
 CLIENTS = 8
+OTHER_USER = 65534
 SANITIZED = os.environ.get("SKVD_SANITIZED", "") != ""
 tmp = tempfile.mkdtemp(prefix="skvd-soak-")
 model = os.path.join(tmp, "random.gguf")
@@ -133,12 +136,19 @@ def session(d, r, p):
             raise
 
 
+def become_other_user():
+    """This thread alone; the C library's seteuid would change all of them."""
+    ctypes.CDLL(None).syscall(117, -1, OTHER_USER, -1)  # setresuid on x86-64
+
+
 ACTS = [answers] * 6 + [sampled] * 2 + [cancels, disconnects, reads_slowly, bad_frame, half_frame, bad_request, admin, session]
 known = []
 
 
-def client(d, seed, end):
+def client(d, seed, end, other):
     r = random.Random(seed)
+    if other:
+        become_other_user()
     while time.time() < end and not failures:
         act = r.choice(ACTS)
         try:
@@ -149,6 +159,8 @@ def client(d, seed, end):
             if e.code == "overloaded":
                 count("overloaded")
                 time.sleep(e.error["retry_after_ms"] / 1000)
+            elif other and act is admin and e.code == "forbidden":
+                count("forbidden")
             else:
                 failures.append("%s: %s" % (act.__name__, e))
         except Exception as e:
@@ -187,8 +199,10 @@ def main():
     subprocess.run([os.path.join(BUILD, "tests/random-model"), "--layers", "3", "--width", "64", "--heads", "4", "--kv-heads", "2",
                     "--head-dim", "16", "--ffn", "128", "--context", "1024", "--tied", "0", "--seed", "7", model], check=True)
     sock = os.path.join(tmp, "sock")
+    two_users = os.getuid() == 0 and os.uname().machine == "x86_64"
+    os.chmod(tmp, 0o755)
     d = Daemon([os.path.join(BUILD, "skvd"), "--model", model, "--socket", sock, "--kv-memory", "3M", "--threads", "2",
-                "--log-level", "warning", "--config", "/dev/null", "--reader-timeout", "30s", "--frame-timeout", "2s"],
+                "--log-level", "warning", "--socket-mode", "0666", "--config", "/dev/null", "--reader-timeout", "30s", "--frame-timeout", "2s"],
                sock, os.path.join(tmp, "log"), wait=False)
     while True: # between bind and listen the path is there and nobody behind it
         try:
@@ -208,7 +222,7 @@ def main():
     seen = []
     for n in range(rounds):
         end = time.time() + SECONDS / rounds
-        threads = [threading.Thread(target=client, args=(d, 1000003 * SEED + 1000 * n + k, end)) for k in range(CLIENTS)]
+        threads = [threading.Thread(target=client, args=(d, 1000003 * SEED + 1000 * n + k, end, two_users and k % 2)) for k in range(CLIENTS)]
         for t in threads:
             t.start()
         for t in threads:

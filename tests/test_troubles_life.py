@@ -421,6 +421,62 @@ def test_36_protected_tokens_stay_in_int8():
         check_protected(d)
 
 
+# ---- users ----
+
+
+def peer_of(d, uid):
+    """A connection whose other end the daemon takes for this user: it is told who connected."""
+    os.chmod(os.path.dirname(d.sock), 0o755)
+    os.seteuid(uid)
+    try:
+        return d.peer(timeout=60 * SLOW)
+    finally:
+        os.seteuid(0)
+
+
+@own
+def test_a_flood_of_one_user():
+    """All places are one user's, with the longest answers and the highest priority. Another's requests are answered meanwhile."""
+    if os.getuid() != 0:
+        return
+    with Running("--kv-memory", "64M", "--socket-mode", "0666", "--max-batch", "2", gguf=heavy_model()) as d:
+        with d.peer(timeout=60 * SLOW) as p, peer_of(d, 65534) as q:
+            assert [x.call("hello")["uid"] for x in (p, q)] == [0, 65534]
+            solo = [ask(p, 20, 12, k)["tokens"] for k in range(6)]
+            ids = [p.start("generate", **greedy(20, 2000, k, priority=10)) for k in range(6)]
+            read_tokens(p, ids[1], 2)
+            for k in range(6):
+                assert ask(q, 20, 12, k, priority=-10)["tokens"] == solo[k]
+            st = q.call("status")
+            assert st["finished"] == 1 + 6 + 6 and st["running"] + st["waiting"] == 6, st  # none of the flood's has ended
+            for i, alone in zip(ids[:2], solo):
+                read_tokens(p, i, 12)
+                assert [t["token"] for t in p.tokens(i)[:12]] == alone
+            for i in ids:
+                p.call("cancel", msgid=i)
+                refused(lambda: p.result(i), "cancelled")
+
+
+@own
+def test_a_users_sessions_stay():
+    """One user begins session after session until the memory is full, many times over: the other's only one is still there."""
+    if os.getuid() != 0:
+        return
+    with Running("--socket-mode", "0666", "--kv-policy", "full") as d:
+        with d.peer(timeout=60 * SLOW) as p, peer_of(d, 65534) as q:
+            name = fresh("mine")
+            ask(q, 100, 4, session=name)
+            theirs = [fresh("s") for _ in range(60)]
+            for s in theirs:
+                ask(p, 300, 2, session=s)
+            assert ask(q, 10, 4, session=name)["cached_tokens"] >= 100
+            refused(lambda: ask(p, 10, 4, session=theirs[0]), "not_found")
+            assert ask(p, 10, 4, session=name)["cached_tokens"] == 0  # a name is its user's
+            for user in (p, q):
+                for x in user.call("status")["sequences"]:
+                    user.call("cancel", sequence=x["id"])
+
+
 @own
 def test_memory_over_500_requests():
     """Requests that evict, of every policy: the process is no larger after 500 of them than after the first hundred."""
