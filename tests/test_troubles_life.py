@@ -2,7 +2,9 @@
 """Situations that users of other servers reported: the process, the wire, sparsity. See test_troubles.py."""
 import os
 import resource
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -10,7 +12,7 @@ import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from skvwire import Refused, pack  # noqa: E402
-from troubles_rig import (CONTEXT, GREEDY, SANITIZED, SLOW, SPARSE, Running, ask, daemon, end_sessions, fresh, gone,  # noqa: E402
+from troubles_rig import (BUILD, CONTEXT, GREEDY, SANITIZED, SLOW, SPARSE, Running, ask, daemon, end_sessions, fresh, gone,  # noqa: E402
                           greedy, healthy, heavy_model, kept, learn, model, own, prompt, read_tokens, refused, rss_kb, run, tmp, until)
 
 # ---- life ----
@@ -154,6 +156,21 @@ def test_28_frames(d):
     for n in (1, 3, len(whole) // 2, len(whole) - 1):  # gone in the middle of one
         with d.peer() as p:
             p.raw(whole[:n])
+
+
+def test_28_readable_but_wrong(d):
+    """Whole frames of a sound shape, with content that is none: an error each, and the connection goes on."""
+    with d.peer(timeout=60) as p:
+        for text in (b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"ab\xe2\x82"):  # no UTF-8
+            p.raw(b"\x94\x00\x07" + pack("generate") + b"\x91\x81" + pack("prompt") + bytes([0xa0 + len(text)]) + text)
+            refused(lambda: p.result(7), "bad_request")
+        deep = "x"
+        for _ in range(8):
+            deep = [deep]
+        refused(lambda: p.call("generate", prompt=deep), "bad_request")
+        for args in ({"session": "x" * 10000}, {"stop": ["a"] * 1000}, {"pin": [[0, 1]] * 1000}):
+            refused(lambda: p.call("generate", **greedy(10, 4, **args)), "bad_request", "too_large")
+        assert ask(p)["completion_tokens"] == 16
 
 
 def test_28_a_thousand_idle(d):
@@ -419,6 +436,70 @@ def test_36_protected_tokens_stay(d):
 def test_36_protected_tokens_stay_in_int8():
     with Running("--kv-dtype", "int8", gguf=model("random8")) as d:
         check_protected(d)
+
+
+# ---- what the system does ----
+
+
+def test_clients_are_killed(d):
+    """Real clients, killed in the middle of their answers."""
+    ctl = os.path.join(BUILD, "skvctl")
+    for k in range(3):
+        clients = [subprocess.Popen([ctl, "--socket", d.sock, "run", "--max-tokens", "900", "--ignore-eos", "text %d" % (4 * k + i)],
+                                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) for i in range(4)]
+        for c in clients:
+            c.stdout.read(1)  # it has begun
+            c.kill()
+        for c in clients:
+            c.wait()
+            c.stdout.close()
+        gone(d)
+
+
+@own
+def test_a_truncated_model():
+    path = os.path.join(tmp, "truncated.gguf")
+    shutil.copy(model(), path)
+    d = daemon(gguf=path)
+    try:
+        with d.peer(timeout=60) as p:
+            ask(p)
+            os.truncate(path, 4096)
+            try:
+                ask(p, 200, 4, 9)
+            except (EOFError, OSError):
+                pass
+        assert d.p.wait(60 * SLOW) == 3 and "truncated" in d.log(), d.log()[-500:]
+    finally:
+        d.stop(signal.SIGKILL)
+
+
+@own
+def test_a_full_disk():
+    """The log's file system has a few pages: service goes on, and so does the log when there is room again."""
+    disk = os.path.join(tmp, "disk")
+    os.mkdir(disk)
+    if os.getuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", disk], capture_output=True).returncode != 0:
+        return
+    log = os.path.join(disk, "log")
+    d = daemon("--log-file", log, wait=False)
+    try:
+        until(lambda: os.path.exists(d.sock) and os.path.getsize(log) > 0, what="a log")
+        d.log_path = log
+        d.wait_ready()
+        learn(d)
+        with d.peer(timeout=60) as p:
+            for k in range(100):
+                ask(p, 5, 1, k)
+            assert os.path.getsize(log) == 16384
+            os.truncate(log, 0)
+            ask(p, 5, 1)
+            until(lambda: os.path.getsize(log) > 0, what="a line in the log")
+        healthy(d)
+        assert d.stop() == 0
+    finally:
+        d.stop(signal.SIGKILL)
+        subprocess.run(["umount", "-l", disk], check=True)
 
 
 # ---- users ----
