@@ -30,7 +30,7 @@ if [ "$how" = fast ]; then
     export TARGETS
     names='daemon backend-whole nvcc'
     for t in $kernels; do names="$names $t-whole"; done
-    names="$names attn-1 nodriver"
+    names="$names attn-1 select-1 sample-1 nodriver"
 else
     variant=plain size=''
     names='backend-asan daemon planted nvcc backend-whole backend-1'
@@ -54,7 +54,9 @@ status=$?
 line=$(tail -n 1 "$results/$one.log")
 p=$(printf '%s\n' "$line" | sed -n 's/^\([0-9]*\) passed, \([0-9]*\) failed.*/\1/p')
 f=$(printf '%s\n' "$line" | sed -n 's/^\([0-9]*\) passed, \([0-9]*\) failed.*/\2/p')
-took="$(($(date +%s) - start)) s"
+times >"$results/$one.times"
+cpu=$(awk -F '[ms ]+' 'NR == 2 { print int($1 * 60 + $2 + $3 * 60 + $4) }' "$results/$one.times")
+took="$(($(date +%s) - start)) s, $cpu s of CPU"
 if [ "$status" -eq 77 ]; then
     echo "skipped: $one: $line"
     p=0 f=0

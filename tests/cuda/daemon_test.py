@@ -170,7 +170,7 @@ def same(d, who, mine, prompts):
 
 
 def ranks(folder, name, model, mine, prompts):
-    for tp in (2,) if fast else (2, 3):
+    for tp in 2, 3:
         d = Shim(folder, "tp%d-%s" % (tp, name), model, "--backend", "cuda-shim", "--tp", str(tp), env={"SHIM_DEVICES": str(tp)})
         same(d, "%d ranks, %s" % (tp, name), mine, prompts)
         check(d.stop() == 0, "%d ranks end well" % tp)
@@ -212,7 +212,7 @@ class World:
 
 def processes(folder, model, mine, prompts):
     mpi = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-    for n, names in ((3, mpi),) if fast else ((2, ("RANK", "WORLD_SIZE", "LOCAL_RANK")), (3, mpi)):
+    for n, names in (2, ("RANK", "WORLD_SIZE", "LOCAL_RANK")), (3, mpi):
         w = World(folder, "world%d" % n, model, n, names)
         try:
             same(w.d, "%d processes" % n, mine, prompts)
@@ -269,9 +269,9 @@ def small(folder):
                     "--head-dim", "64", "--ffn", "512", "--vocab", "2000", "--type", "Q4_1", "--embed-type", "Q8_0", "--tied", "0",
                     "--context", "1024", model], check=True, stdout=subprocess.DEVNULL)
     rng = random.Random(5)
-    prompts = [(what, [rng.randrange(300, 2000) for _ in range(n)], 6 if fast else 12, kv) for what, n, kv in
+    prompts = [(what, [rng.randrange(300, 2000) for _ in range(n)], 12, kv) for what, n, kv in
                (("everything kept", 30, {"policy": "full"}), ("a budget of 32", 90, {"policy": "sparse", "budget": 32, "recent": 8}),
-                ("a budget of 64 of many", 300, {"policy": "article", "budget": 64, "full_layers": 1}))[:2 if fast else 3]]
+                ("a budget of 64 of many", 300, {"policy": "article", "budget": 64, "full_layers": 1}))]
     d = Shim(folder, "small", model, "--backend", "cuda-shim")
     check("backend=cuda-shim" in d.log(), "the log names the shim")
     against_cpu(folder, "small", model, d, prompts)
