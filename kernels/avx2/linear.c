@@ -14,7 +14,6 @@
 #include "kernels/isa_rows.h"
 
 #define TILE   4    /* rows of a tile */
-#define AHEAD  2048 /* bytes: how far a single row prefetches its weights */
 #define INLINE static inline __attribute__((always_inline))
 
 /* Keeps a running sum a running sum: compilers reorder long integer additions into trees, whose leaves then don't fit
@@ -85,60 +84,79 @@ INLINE void tile_store(float *out, __m256 (*acc)[2], const int R)
 }
 
 /* acc = fma(i * d_w, d_a, acc), fma(s_a, m_w, acc) for a row's two vectors. */
-INLINE void scale_acc(__m256 acc[2], const __m256i i[2], const float *sd, const float *sm, float da, float sa)
+INLINE void scale_acc(__m256 acc[2], const __m256i i[2], const __m256 dw[2], const __m256 mw[2], float da, float sa)
 {
     __m256 vd = _mm256_set1_ps(da), vs = _mm256_set1_ps(sa);
     for (int h = 0; h < 2; h++) {
-        __m256 t = _mm256_mul_ps(_mm256_cvtepi32_ps(i[h]), _mm256_load_ps(sd + 8 * h));
+        __m256 t = _mm256_mul_ps(_mm256_cvtepi32_ps(i[h]), dw[h]);
         acc[h] = _mm256_fmadd_ps(t, vd, acc[h]);
-        acc[h] = _mm256_fmadd_ps(vs, _mm256_load_ps(sm + 8 * h), acc[h]);
+        acc[h] = _mm256_fmadd_ps(vs, mw[h], acc[h]);
     }
 }
 
-/* The panel that follows in memory, brought into L2 group by group while this one is computed: a pass over few rows
- * waits for nothing but memory. NULL: not again. */
-struct ahead {
-    const uint8_t *panel;
-    size_t step; /* from group to group */
+/* A panel's weights: as they lie in memory (`sd` NULL: one tile reads them once, a single stream that the hardware
+ * prefetches better than any instruction), or their scales (and P4's nibbles) unpacked for several tiles. */
+struct source {
+    const uint8_t *u; /* first group's q */
+    size_t step;      /* from group to group */
+    const float *sd, *sm; /* [group][per][16], or NULL */
+    size_t d, m;      /* else: bytes from a group's start to its d and m; m 0: there is none */
+    float zero;       /* m = d * zero then */
 };
 
-INLINE void ahead_fetch(const struct ahead *a, int g)
+/* Scale k (0 .. per - 1) of group g, whose q are at u. */
+INLINE void scale_get(const struct source *s, const uint8_t *u, int g, int k, int per, const bool direct, __m256 dw[2],
+                      __m256 mw[2])
 {
-    if (a->panel)
-        for (size_t i = 0; i < a->step; i += 64)
-            _mm_prefetch((const char *)a->panel + (size_t)g * a->step + i, _MM_HINT_T1);
+    size_t at = ((size_t)g * per + k) * KERN_PANEL;
+    for (int h = 0; h < 2; h++)
+        if (direct) {
+            size_t i = (size_t)k * KERN_PANEL + 8 * h;
+            dw[h] = half8((const uint16_t *)(u + s->d) + i);
+            mw[h] = s->m ? half8((const uint16_t *)(u + s->m) + i) : _mm256_mul_ps(dw[h], _mm256_set1_ps(s->zero));
+        } else {
+            dw[h] = _mm256_load_ps(s->sd + at + 8 * h);
+            mw[h] = _mm256_load_ps(s->sm + at + 8 * h);
+        }
 }
 
-/* u: [8][64] bytes a group, `step` from group to group. R rows; `per` scales in a group: 1, or 2 with 16-input scales; `run` vpmaddubsw results
- * added in 16 bits. */
-INLINE void tile_bytes(const uint8_t *u, size_t step, const float *sd, const float *sm, const struct tile *t,
-                       const struct ahead *next, int n_group, float *out, const int R, const int per, const int run)
+/* Vector h of inputs 4 * v .. of a group: bytes, or from P4 nibbles. */
+INLINE __m256i bytes_get(const uint8_t *u, int v, int h, const bool nibbles)
+{
+    __m256i x = _mm256_load_si256((const __m256i *)(u + 64 * (nibbles ? v & 3 : v) + 32 * h));
+    if (!nibbles)
+        return x;
+    return _mm256_and_si256(v < 4 ? x : _mm256_srli_epi16(x, 4), _mm256_set1_epi8(15));
+}
+
+/* R rows; `per` scales in a group: 1, or 2 with 16-input scales; `run` vpmaddubsw results added in 16 bits. */
+INLINE void tile_bytes(const struct source *s, const struct tile *t, int n_group, float *out, const int R, const int per,
+                       const int run, const bool direct, const bool nibbles)
 {
     const __m256i ones = _mm256_set1_epi16(1);
     const int runs = 8 / per / run; /* a checked division in the loop's head would keep gcc's sanitizers from unrolling it */
+    const uint8_t *u = s->u;
     __m256 acc[TILE][2];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
         acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-    for (int g = 0; g < n_group; g++, u += step) {
-        ahead_fetch(next, g);
+    for (int g = 0; g < n_group; g++, u += s->step) {
 #pragma GCC unroll 2
-        for (int s = 0; s < per; s++, sd += KERN_PANEL, sm += KERN_PANEL) {
+        for (int k = 0; k < per; k++) {
             __m256i sum[TILE][2];
 #pragma GCC unroll 4
             for (int c = 0; c < runs; c++) {
                 __m256i p[TILE][2];
 #pragma GCC unroll 8
-                for (int v = 0; v < run; v++) {
-                    const uint8_t *at = u + 64 * (s * 4 + c * run + v);
-                    __m256i w0 = _mm256_load_si256((const __m256i *)at);
-                    __m256i w1 = _mm256_load_si256((const __m256i *)(at + 32));
+                for (int i = 0; i < run; i++) {
+                    const int v = k * 4 + c * run + i;
+                    __m256i w0 = bytes_get(u, v, 0, nibbles), w1 = bytes_get(u, v, 1, nibbles);
 #pragma GCC unroll 6
                     for (int r = 0; r < R; r++) {
-                        __m256i b = quad(t->q8 + r * t->ld_q + g * KERN_GROUP + 16 * s + 4 * (c * run + v));
+                        __m256i b = quad(t->q8 + r * t->ld_q + g * KERN_GROUP + 4 * v);
                         __m256i x0 = _mm256_maddubs_epi16(w0, b), x1 = _mm256_maddubs_epi16(w1, b);
-                        p[r][0] = v ? _mm256_add_epi16(p[r][0], x0) : x0;
-                        p[r][1] = v ? _mm256_add_epi16(p[r][1], x1) : x1;
+                        p[r][0] = i ? _mm256_add_epi16(p[r][0], x0) : x0;
+                        p[r][1] = i ? _mm256_add_epi16(p[r][1], x1) : x1;
                         KEEP(p[r][0]);
                         KEEP(p[r][1]);
                     }
@@ -150,10 +168,12 @@ INLINE void tile_bytes(const uint8_t *u, size_t step, const float *sd, const flo
                         sum[r][h] = c ? _mm256_add_epi32(sum[r][h], x) : x;
                     }
             }
+            __m256 dw[2], mw[2];
+            scale_get(s, u, g, k, per, direct, dw, mw);
 #pragma GCC unroll 6
             for (int r = 0; r < R; r++) {
                 const float *f = t->scale + r * t->ld_s + 4 * g;
-                scale_acc(acc[r], sum[r], sd, sm, f[0], f[per == 1 ? 1 : 2 + s]);
+                scale_acc(acc[r], sum[r], dw, mw, f[0], f[per == 1 ? 1 : 2 + k]);
             }
         }
     }
@@ -161,26 +181,25 @@ INLINE void tile_bytes(const uint8_t *u, size_t step, const float *sd, const flo
 }
 
 /* q up to 255: even and odd bytes as 16-bit values against activations in the order 0 2 1 3. */
-INLINE void tile_wide(const uint8_t *u, size_t step, const float *sd, const float *sm, const struct tile *t,
-                      const struct ahead *next, int n_group, float *out, const int R)
+INLINE void tile_wide(const struct source *s, const struct tile *t, int n_group, float *out, const int R,
+                      const bool direct)
 {
     const __m256i low = _mm256_set1_epi16(0xff);
+    const uint8_t *u = s->u;
     __m256 acc[TILE][2];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
         acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-    for (int k = 0; k < n_group; k++, u += step) {
+    for (int g = 0; g < n_group; g++, u += s->step) {
         __m256i sum[TILE][2];
-        ahead_fetch(next, k);
 #pragma GCC unroll 8
         for (int v = 0; v < 8; v++) {
-            __m256i w0 = _mm256_load_si256((const __m256i *)(u + 64 * v));
-            __m256i w1 = _mm256_load_si256((const __m256i *)(u + 64 * v + 32));
+            __m256i w0 = bytes_get(u, v, 0, false), w1 = bytes_get(u, v, 1, false);
             __m256i e0 = _mm256_and_si256(w0, low), o0 = _mm256_srli_epi16(w0, 8);
             __m256i e1 = _mm256_and_si256(w1, low), o1 = _mm256_srli_epi16(w1, 8);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
-                const int16_t *x = t->q16 + r * t->ld_q + (k * 8 + v) * 4;
+                const int16_t *x = t->q16 + r * t->ld_q + (g * 8 + v) * 4;
                 __m256i be = pair16(x), bo = pair16(x + 2);
                 __m256i p0 = _mm256_madd_epi16(e0, be), p1 = _mm256_madd_epi16(e1, be);
                 sum[r][0] = v ? _mm256_add_epi32(sum[r][0], p0) : p0;
@@ -191,48 +210,15 @@ INLINE void tile_wide(const uint8_t *u, size_t step, const float *sd, const floa
                 KEEP(sum[r][1]);
             }
         }
+        __m256 dw[2], mw[2];
+        scale_get(s, u, g, 0, 1, direct, dw, mw);
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) {
-            const float *f = t->scale + r * t->ld_s + 4 * k;
-            scale_acc(acc[r], sum[r], sd + k * KERN_PANEL, sm + k * KERN_PANEL, f[0], f[1]);
+            const float *f = t->scale + r * t->ld_s + 4 * g;
+            scale_acc(acc[r], sum[r], dw, mw, f[0], f[1]);
         }
     }
     tile_store(out, acc, R);
-}
-
-/* One row straight from a P4 panel: nibbles are unpacked in registers. */
-static void row_p4(const struct kern_packed *w, int panel, int g0, const struct tile *t, int n_group, float *out)
-{
-    const uint8_t *u = kern_panel_at(w, panel, g0);
-    const __m256i ones = _mm256_set1_epi16(1), nibble = _mm256_set1_epi8(15);
-    const __m256 zero = _mm256_set1_ps((float)-w->zero);
-    __m256 acc[2] = { _mm256_setzero_ps(), _mm256_setzero_ps() };
-    for (int k = 0; k < n_group; k++, u += w->group_bytes) {
-        const uint16_t *d = kern_group_d(w, u, 0), *m = kern_group_m(w, u, 0);
-        __m256i p[2][2];
-        for (int i = 0; i < 320; i += 64)
-            _mm_prefetch((const char *)u + AHEAD + i, _MM_HINT_T0);
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; v++) {
-            __m256i lo = quad(t->q8 + k * KERN_GROUP + 4 * v), hi = quad(t->q8 + k * KERN_GROUP + 16 + 4 * v);
-            for (int h = 0; h < 2; h++) {
-                __m256i x = _mm256_load_si256((const __m256i *)(u + 64 * v + 32 * h));
-                __m256i a = _mm256_maddubs_epi16(_mm256_and_si256(x, nibble), lo);
-                __m256i b = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(x, 4), nibble), hi);
-                p[0][h] = v ? _mm256_add_epi16(p[0][h], a) : a;
-                p[1][h] = v ? _mm256_add_epi16(p[1][h], b) : b;
-            }
-        }
-        __m256 da = _mm256_set1_ps(t->scale[4 * k]), sa = _mm256_set1_ps(t->scale[4 * k + 1]);
-        for (int h = 0; h < 2; h++) {
-            __m256i i = _mm256_madd_epi16(_mm256_add_epi16(p[0][h], p[1][h]), ones);
-            __m256 dw = half8(d + 8 * h), mw = w->has_m ? half8(m + 8 * h) : _mm256_mul_ps(dw, zero);
-            acc[h] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(i), dw), da, acc[h]);
-            acc[h] = _mm256_fmadd_ps(sa, mw, acc[h]);
-        }
-    }
-    _mm256_store_ps(out, acc[0]);
-    _mm256_store_ps(out + 8, acc[1]);
 }
 
 /* P4 groups, `step` apart, to bytes [n_group][8][64]. */
@@ -247,119 +233,164 @@ static void unpack_p4(const uint8_t *q, size_t step, int n_group, uint8_t *u)
         }
 }
 
-#define TILE_ARGS                                                                                        \
-    const uint8_t *u, size_t step, const float *sd, const float *sm, const struct tile *t,               \
-        const struct ahead *next, int n_group, float *out
-typedef void tile_fn(TILE_ARGS);
-#define TILE_BYTES(bits, R, per, run)                                    \
-    static void tile_q##bits##_##R(TILE_ARGS)                            \
-    {                                                                    \
-        tile_bytes(u, step, sd, sm, t, next, n_group, out, R, per, run); \
+typedef void tile_fn(const struct source *s, const struct tile *t, int n_group, float *out);
+#define TILE_FN(name, body)                                                                       \
+    static void tile_##name(const struct source *s, const struct tile *t, int n_group, float *out) \
+    {                                                                                             \
+        body;                                                                                     \
     }
-#define TILE_WIDE(R)                                          \
-    static void tile_q8_##R(TILE_ARGS)                        \
-    {                                                         \
-        tile_wide(u, step, sd, sm, t, next, n_group, out, R); \
-    }
-TILE_BYTES(4, 1, 1, 8)
-TILE_BYTES(4, 2, 1, 8)
-TILE_BYTES(4, 3, 1, 8)
-TILE_BYTES(4, 4, 1, 8)
-TILE_BYTES(5, 1, 1, 4)
-TILE_BYTES(5, 2, 1, 4)
-TILE_BYTES(5, 3, 1, 4)
-TILE_BYTES(5, 4, 1, 4)
-TILE_BYTES(6, 1, 2, 2)
-TILE_BYTES(6, 2, 2, 2)
-TILE_BYTES(6, 3, 2, 2)
-TILE_BYTES(6, 4, 2, 2)
+#define TILE_BOTH(kind, R, per, run, nibbles)                                                  \
+    TILE_FN(kind##_##R, tile_bytes(s, t, n_group, out, R, per, run, false, false))             \
+    TILE_FN(kind##_##R##_direct, tile_bytes(s, t, n_group, out, R, per, run, true, nibbles))
+#define TILE_WIDE(R)                                               \
+    TILE_FN(q8_##R, tile_wide(s, t, n_group, out, R, false))       \
+    TILE_FN(q8_##R##_direct, tile_wide(s, t, n_group, out, R, true))
+TILE_BOTH(q4, 1, 1, 8, true)
+TILE_BOTH(q4, 2, 1, 8, true)
+TILE_BOTH(q4, 3, 1, 8, true)
+TILE_BOTH(q4, 4, 1, 8, true)
+TILE_BOTH(q5, 1, 1, 4, false)
+TILE_BOTH(q5, 2, 1, 4, false)
+TILE_BOTH(q5, 3, 1, 4, false)
+TILE_BOTH(q5, 4, 1, 4, false)
+TILE_BOTH(q6, 1, 2, 2, false)
+TILE_BOTH(q6, 2, 2, 2, false)
+TILE_BOTH(q6, 3, 2, 2, false)
+TILE_BOTH(q6, 4, 2, 2, false)
 TILE_WIDE(1)
 TILE_WIDE(2)
 TILE_WIDE(3)
 TILE_WIDE(4)
 
-static tile_fn *const tiles[4][TILE] = {
-    { tile_q4_1, tile_q4_2, tile_q4_3, tile_q4_4 },
-    { tile_q5_1, tile_q5_2, tile_q5_3, tile_q5_4 },
-    { tile_q6_1, tile_q6_2, tile_q6_3, tile_q6_4 },
-    { tile_q8_1, tile_q8_2, tile_q8_3, tile_q8_4 },
-};
+#define TILE_ROW(kind, how) { tile_##kind##_1##how, tile_##kind##_2##how, tile_##kind##_3##how, tile_##kind##_4##how }
+static tile_fn *const tiles[4][TILE] = { TILE_ROW(q4, ), TILE_ROW(q5, ), TILE_ROW(q6, ), TILE_ROW(q8, ) };
+static tile_fn *const tiles_direct[4][TILE] = { TILE_ROW(q4, _direct), TILE_ROW(q5, _direct), TILE_ROW(q6, _direct),
+                                                TILE_ROW(q8, _direct) };
 
 static void mul_quant(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row0,
                       int n_row, float *acc, void *scratch)
 {
     int kind = w->q_max <= 15 ? 0 : w->q_max <= 31 ? 1 : w->q_max <= 63 ? 2 : 3;
-    size_t n_scale = (size_t)a->n_group * (size_t)(KERN_GROUP / w->group), step = w->group_bytes;
-    const uint8_t *u = kern_panel_at(w, panel, g0);
-    float *sd = scratch, *sm = sd + n_scale * KERN_PANEL;
-    if (w->form == KERN_P4 && n_row == 1) {
+    size_t per = (size_t)(KERN_GROUP / w->group), n_scale = (size_t)a->n_group * per;
+    struct source s = { .u = kern_panel_at(w, panel, g0), .step = w->group_bytes, .d = w->q_bytes,
+                        .zero = (float)-w->zero };
+    if (w->has_m)
+        s.m = s.d + per * KERN_PANEL * sizeof(uint16_t);
+    if (n_row <= TILE) {
         struct tile t = tile_at(a, row0);
-        row_p4(w, panel, g0, &t, a->n_group, acc);
+        tiles_direct[kind][n_row - 1](&s, &t, a->n_group, acc);
         return;
     }
-    scales_f32(w, u, a->n_group, sd, sm);
+    float *sd = scratch, *sm = sd + n_scale * KERN_PANEL;
+    scales_f32(w, s.u, a->n_group, sd, sm);
+    s.sd = sd;
+    s.sm = sm;
     if (w->form == KERN_P4) {
         uint8_t *bytes = (uint8_t *)(sm + n_scale * KERN_PANEL);
-        unpack_p4(u, step, a->n_group, bytes);
-        u = bytes;
-        step = 512;
+        unpack_p4(s.u, s.step, a->n_group, bytes);
+        s.u = bytes;
+        s.step = 512;
     }
-    struct ahead next = { kern_panel_at(w, panel, g0) + w->panel_bytes, w->group_bytes };
-    for (int r = 0; r < n_row; r += TILE, next.panel = NULL) {
+    for (int r = 0; r < n_row; r += TILE) {
         int n = n_row - r < TILE ? n_row - r : TILE;
         struct tile t = tile_at(a, row0 + r);
-        tiles[kind][n - 1](u, step, sd, sm, &t, &next, a->n_group, acc + (size_t)r * KERN_PANEL);
+        tiles[kind][n - 1](&s, &t, a->n_group, acc + (size_t)r * KERN_PANEL);
     }
 }
 
 /* --- float forms --------------------------------------------------------------------------------- */
 
-/* The two vectors of weights of input i. For bf16, of inputs i and i + 1 of a pair: `odd` picks. */
-INLINE __m256 float_weight(const unsigned char *p, enum kern_form form, size_t i, int h)
+/* Vector h of the weights of input 2 * pair + odd. */
+INLINE __m256 float_weight(const unsigned char *p, enum kern_form form, size_t pair, const int odd, int h)
 {
+    size_t i = 2 * pair + odd;
     if (form == KERN_PF32)
         return _mm256_load_ps((const float *)p + i * KERN_PANEL + 8 * h);
     if (form == KERN_PF16)
         return half8((const uint16_t *)p + i * KERN_PANEL + 8 * h);
-    __m256i x = _mm256_load_si256((const __m256i *)(p + (i / 2) * 4 * KERN_PANEL + 32 * h));
-    x = i & 1 ? _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000u)) : _mm256_slli_epi32(x, 16);
+    __m256i x = _mm256_load_si256((const __m256i *)(p + pair * 4 * KERN_PANEL + 32 * h));
+    x = odd ? _mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000u)) : _mm256_slli_epi32(x, 16);
     return _mm256_castsi256_ps(x);
 }
 
-INLINE void tile_float(const unsigned char *p, enum kern_form form, const float *x, size_t ld, int n, float *out,
-                       const int R)
+/* acc += a pair's weights times the inputs of R rows. */
+INLINE void float_step(__m256 (*acc)[2], const unsigned char *p, enum kern_form form, const float *x, size_t ld,
+                       size_t pair, const int R)
 {
-    __m256 acc[6][2];
-    for (int r = 0; r < R; r++)
-        acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-    for (int i = 0; i < n; i += 2)
 #pragma GCC unroll 2
-        for (int odd = 0; odd < 2; odd++) {
-            __m256 w0 = float_weight(p, form, (size_t)i + odd, 0), w1 = float_weight(p, form, (size_t)i + odd, 1);
+    for (int odd = 0; odd < 2; odd++) {
+        __m256 w0 = float_weight(p, form, pair, odd, 0), w1 = float_weight(p, form, pair, odd, 1);
 #pragma GCC unroll 6
-            for (int r = 0; r < R; r++) {
-                __m256 b = _mm256_set1_ps(x[r * ld + i + odd]);
-                acc[r][0] = _mm256_fmadd_ps(w0, b, acc[r][0]);
-                acc[r][1] = _mm256_fmadd_ps(w1, b, acc[r][1]);
-            }
+        for (int r = 0; r < R; r++) {
+            __m256 b = _mm256_set1_ps(x[r * ld + 2 * pair + odd]);
+            acc[r][0] = _mm256_fmadd_ps(w0, b, acc[r][0]);
+            acc[r][1] = _mm256_fmadd_ps(w1, b, acc[r][1]);
         }
-    for (int r = 0; r < R; r++) {
-        _mm256_store_ps(out + r * KERN_PANEL, acc[r][0]);
-        _mm256_store_ps(out + r * KERN_PANEL + 8, acc[r][1]);
     }
+}
+
+/* An output is the sum over the first half of every group's inputs plus that over the second halves, for any number of
+ * rows: so that a few rows needn't wait for their own sums. */
+#define HALF_PAIRS (KERN_GROUP / 4)
+
+INLINE void float_half(__m256 (*acc)[2], const unsigned char *p, enum kern_form form, const float *x, size_t ld,
+                       size_t pair, const int R)
+{
+#pragma GCC unroll 8
+    for (size_t i = 0; i < HALF_PAIRS; i++)
+        float_step(acc, p, form, x, ld, pair + i, R);
+}
+
+INLINE void float_store(float *out, __m256 (*acc)[2], const int R, const bool add)
+{
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++)
+        for (int h = 0; h < 2; h++, out += 8)
+            _mm256_store_ps(out, add ? _mm256_add_ps(_mm256_load_ps(out), acc[r][h]) : acc[r][h]);
+}
+
+INLINE void tile_float(const unsigned char *p, enum kern_form form, const float *x, size_t n, float *out, const int R)
+{
+    for (int part = 0; part < 2; part++) {
+        __m256 acc[6][2];
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++)
+            acc[r][0] = acc[r][1] = _mm256_setzero_ps();
+        for (size_t i = part ? HALF_PAIRS : 0; i < n / 2; i += 2 * HALF_PAIRS)
+            float_half(acc, p, form, x, n, i, R);
+        float_store(out, acc, R, part == 1);
+    }
+}
+
+/* Few rows: both halves at once. */
+INLINE void tile_float_few(const unsigned char *p, enum kern_form form, const float *x, size_t n, float *out,
+                           const int R)
+{
+    __m256 a[3][2], b[3][2];
+#pragma GCC unroll 3
+    for (int r = 0; r < R; r++)
+        a[r][0] = a[r][1] = b[r][0] = b[r][1] = _mm256_setzero_ps();
+    for (size_t i = 0; i < n / 2; i += 2 * HALF_PAIRS) {
+        float_half(a, p, form, x, n, i, R);
+        float_half(b, p, form, x, n, i + HALF_PAIRS, R);
+    }
+    float_store(out, a, R, false);
+    float_store(out, b, R, true);
 }
 
 INLINE void mul_float(const unsigned char *p, enum kern_form form, const float *x, int n_group, int n_row,
                       float *acc)
 {
-    size_t ld = (size_t)n_group * KERN_GROUP;
-    int n = n_group * KERN_GROUP, r = 0;
+    size_t n = (size_t)n_group * KERN_GROUP;
+    int r = 0;
     for (; r + 6 <= n_row; r += 6)
-        tile_float(p, form, x + r * ld, ld, n, acc + (size_t)r * KERN_PANEL, 6);
+        tile_float(p, form, x + r * n, n, acc + (size_t)r * KERN_PANEL, 6);
     for (; r + 3 <= n_row; r += 3)
-        tile_float(p, form, x + r * ld, ld, n, acc + (size_t)r * KERN_PANEL, 3);
-    for (; r < n_row; r++)
-        tile_float(p, form, x + r * ld, ld, n, acc + (size_t)r * KERN_PANEL, 1);
+        tile_float_few(p, form, x + r * n, n, acc + (size_t)r * KERN_PANEL, 3);
+    if (r + 2 == n_row)
+        tile_float_few(p, form, x + r * n, n, acc + (size_t)r * KERN_PANEL, 2);
+    else if (r < n_row)
+        tile_float_few(p, form, x + r * n, n, acc + (size_t)r * KERN_PANEL, 1);
 }
 
 static void avx2_mul(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row0, int n_row,
