@@ -84,40 +84,45 @@ INLINE void tile_store(float *out, __m256 (*acc)[2], const int R)
 }
 
 /* acc = fma(i * d_w, d_a, acc), fma(s_a, m_w, acc) for a row's two vectors. */
-INLINE void scale_acc(__m256 acc[2], const __m256i i[2], const __m256 dw[2], const __m256 mw[2], float da, float sa)
+INLINE void scale_acc(__m256 acc[2], const __m256i i[2], const float *dw, const float *mw, float da, float sa)
 {
     __m256 vd = _mm256_set1_ps(da), vs = _mm256_set1_ps(sa);
     for (int h = 0; h < 2; h++) {
-        __m256 t = _mm256_mul_ps(_mm256_cvtepi32_ps(i[h]), dw[h]);
+        __m256 t = _mm256_mul_ps(_mm256_cvtepi32_ps(i[h]), _mm256_load_ps(dw + 8 * h));
         acc[h] = _mm256_fmadd_ps(t, vd, acc[h]);
-        acc[h] = _mm256_fmadd_ps(vs, mw[h], acc[h]);
+        acc[h] = _mm256_fmadd_ps(vs, _mm256_load_ps(mw + 8 * h), acc[h]);
     }
 }
 
-/* A panel's weights: as they lie in memory (`sd` NULL: one tile reads them once, a single stream that the hardware
+/* A panel's weights: as they lie in memory ("direct": one tile reads them once, a single stream that the hardware
  * prefetches better than any instruction), or their scales (and P4's nibbles) unpacked for several tiles. */
 struct source {
     const uint8_t *u; /* first group's q */
     size_t step;      /* from group to group */
-    const float *sd, *sm; /* [group][per][16], or NULL */
-    size_t d, m;      /* else: bytes from a group's start to its d and m; m 0: there is none */
+    const float *sd, *sm; /* [group][per][16]; not read by direct tiles */
+    size_t d, m;      /* of direct tiles: bytes from a group's start to its d and m; m 0: there is none */
     float zero;       /* m = d * zero then */
+    const uint8_t *next; /* the panel that follows in memory, or NULL: to be brought into L2 while this one is computed, */
+    size_t next_step;    /* so many bytes of it with each group */
 };
 
-/* Scale k (0 .. per - 1) of group g, whose q are at u. */
-INLINE void scale_get(const struct source *s, const uint8_t *u, int g, int k, int per, const bool direct, __m256 dw[2],
-                      __m256 mw[2])
+INLINE void next_fetch(const struct source *s, int g)
 {
-    size_t at = ((size_t)g * per + k) * KERN_PANEL;
-    for (int h = 0; h < 2; h++)
-        if (direct) {
-            size_t i = (size_t)k * KERN_PANEL + 8 * h;
-            dw[h] = half8((const uint16_t *)(u + s->d) + i);
-            mw[h] = s->m ? half8((const uint16_t *)(u + s->m) + i) : _mm256_mul_ps(dw[h], _mm256_set1_ps(s->zero));
-        } else {
-            dw[h] = _mm256_load_ps(s->sd + at + 8 * h);
-            mw[h] = _mm256_load_ps(s->sm + at + 8 * h);
-        }
+    if (s->next)
+        for (size_t i = 0; i < s->next_step; i += 64)
+            _mm_prefetch((const char *)s->next + (size_t)g * s->next_step + i, _MM_HINT_T1);
+}
+
+/* Scale k (0 .. per - 1) of the group at u, as it lies in memory, to dm: d [16], m [16]. */
+INLINE void scale_get(const struct source *s, const uint8_t *u, int k, float *dm)
+{
+    for (int i = 0; i < KERN_PANEL; i += 8) {
+        size_t at = (size_t)(k * KERN_PANEL + i) * sizeof(uint16_t);
+        __m256 d = half8((const uint16_t *)(u + s->d + at));
+        _mm256_store_ps(dm + i, d);
+        _mm256_store_ps(dm + KERN_PANEL + i, s->m ? half8((const uint16_t *)(u + s->m + at))
+                                                  : _mm256_mul_ps(d, _mm256_set1_ps(s->zero)));
+    }
 }
 
 /* Vector h of inputs 4 * v .. of a group: bytes, or from P4 nibbles. */
@@ -136,13 +141,16 @@ INLINE void tile_bytes(const struct source *s, const struct tile *t, int n_group
     const __m256i ones = _mm256_set1_epi16(1);
     const int runs = 8 / per / run; /* a checked division in the loop's head would keep gcc's sanitizers from unrolling it */
     const uint8_t *u = s->u;
+    const float *sd = s->sd, *sm = s->sm;
     __m256 acc[TILE][2];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
         acc[r][0] = acc[r][1] = _mm256_setzero_ps();
     for (int g = 0; g < n_group; g++, u += s->step) {
+        if (!direct)
+            next_fetch(s, g);
 #pragma GCC unroll 2
-        for (int k = 0; k < per; k++) {
+        for (int k = 0; k < per; k++, sd += KERN_PANEL, sm += KERN_PANEL) {
             __m256i sum[TILE][2];
 #pragma GCC unroll 4
             for (int c = 0; c < runs; c++) {
@@ -168,8 +176,10 @@ INLINE void tile_bytes(const struct source *s, const struct tile *t, int n_group
                         sum[r][h] = c ? _mm256_add_epi32(sum[r][h], x) : x;
                     }
             }
-            __m256 dw[2], mw[2];
-            scale_get(s, u, g, k, per, direct, dw, mw);
+            _Alignas(32) float dm[2 * KERN_PANEL];
+            if (direct)
+                scale_get(s, u, k, dm);
+            const float *dw = direct ? dm : sd, *mw = direct ? dm + KERN_PANEL : sm;
 #pragma GCC unroll 6
             for (int r = 0; r < R; r++) {
                 const float *f = t->scale + r * t->ld_s + 4 * g;
@@ -186,11 +196,14 @@ INLINE void tile_wide(const struct source *s, const struct tile *t, int n_group,
 {
     const __m256i low = _mm256_set1_epi16(0xff);
     const uint8_t *u = s->u;
+    const float *sd = s->sd, *sm = s->sm;
     __m256 acc[TILE][2];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
         acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-    for (int g = 0; g < n_group; g++, u += s->step) {
+    for (int g = 0; g < n_group; g++, u += s->step, sd += KERN_PANEL, sm += KERN_PANEL) {
+        if (!direct)
+            next_fetch(s, g);
         __m256i sum[TILE][2];
 #pragma GCC unroll 8
         for (int v = 0; v < 8; v++) {
@@ -210,8 +223,10 @@ INLINE void tile_wide(const struct source *s, const struct tile *t, int n_group,
                 KEEP(sum[r][1]);
             }
         }
-        __m256 dw[2], mw[2];
-        scale_get(s, u, g, 0, 1, direct, dw, mw);
+        _Alignas(32) float dm[2 * KERN_PANEL];
+        if (direct)
+            scale_get(s, u, 0, dm);
+        const float *dw = direct ? dm : sd, *mw = direct ? dm + KERN_PANEL : sm;
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) {
             const float *f = t->scale + r * t->ld_s + 4 * g;
@@ -272,7 +287,8 @@ static void mul_quant(const struct kern_packed *w, int panel, int g0, const stru
 {
     int kind = w->q_max <= 15 ? 0 : w->q_max <= 31 ? 1 : w->q_max <= 63 ? 2 : 3;
     size_t per = (size_t)(KERN_GROUP / w->group), n_scale = (size_t)a->n_group * per;
-    struct source s = { .u = kern_panel_at(w, panel, g0), .step = w->group_bytes, .d = w->q_bytes,
+    float *sd = scratch, *sm = sd + n_scale * KERN_PANEL;
+    struct source s = { .u = kern_panel_at(w, panel, g0), .step = w->group_bytes, .sd = sd, .sm = sm, .d = w->q_bytes,
                         .zero = (float)-w->zero };
     if (w->has_m)
         s.m = s.d + per * KERN_PANEL * sizeof(uint16_t);
@@ -281,17 +297,16 @@ static void mul_quant(const struct kern_packed *w, int panel, int g0, const stru
         tiles_direct[kind][n_row - 1](&s, &t, a->n_group, acc);
         return;
     }
-    float *sd = scratch, *sm = sd + n_scale * KERN_PANEL;
     scales_f32(w, s.u, a->n_group, sd, sm);
-    s.sd = sd;
-    s.sm = sm;
     if (w->form == KERN_P4) {
         uint8_t *bytes = (uint8_t *)(sm + n_scale * KERN_PANEL);
         unpack_p4(s.u, s.step, a->n_group, bytes);
         s.u = bytes;
         s.step = 512;
     }
-    for (int r = 0; r < n_row; r += TILE) {
+    s.next = kern_panel_at(w, panel, g0) + w->panel_bytes;
+    s.next_step = w->group_bytes;
+    for (int r = 0; r < n_row; r += TILE, s.next = NULL) {
         int n = n_row - r < TILE ? n_row - r : TILE;
         struct tile t = tile_at(a, row0 + r);
         tiles[kind][n - 1](&s, &t, a->n_group, acc + (size_t)r * KERN_PANEL);
