@@ -224,7 +224,7 @@ struct runner {
         o->select(be, lane, layer, &r, 16, mass.data());
         out.mass.insert(out.mass.end(), mass.begin(), mass.end());
         for (int h = 0; h < m.d.n_kv; h++) { // one slot more, as the engine does
-            kv->cap[at(lane, layer, h)]++;
+            kv->cap[at(lane, layer, h)] += kv->cap[at(lane, layer, h)] < INT32_MAX; // a device that failed chose nothing
             kv->victim[at(lane, layer, h)] = -1;
         }
     }
