@@ -846,7 +846,8 @@ START_TEST(works_ahead)
             ck_assert_int_eq(r[0].req[i].code, r[1].req[i].code);
             ck_assert_int_eq(r[0].req[i].n_token, r[1].req[i].n_token);
         }
-        ck_assert_mem_eq(r[0].req[i].token, r[1].req[i].token, (size_t)n * sizeof(int32_t));
+        if (n > 0) /* else there may be no array */
+            ck_assert_mem_eq(r[0].req[i].token, r[1].req[i].token, (size_t)n * sizeof(int32_t));
         compared += n;
     }
     ck_assert_int_gt(compared, 300);
