@@ -80,6 +80,9 @@ struct kern_attn_fns {
      * KERN_ATTN_BLOCK apart. The caller puts 1/g into weight. */
     void (*probs)(const float *s, int n_row, int n, const float *m, const float *inv_l, float decay, float weight,
                   float *score);
+    /* The lowest score among those of n <= 32 slots whose position is in [from, to]; INFINITY: there is none. score and pos have
+     * 32 valid entries. */
+    float (*lowest)(const float *score, const int32_t *pos, int n, int32_t from, int32_t to);
     /* out[i] = o[i] * f, n values. */
     void (*scaled)(const float *o, float f, int n, float *out);
     /* K and V rows [head_dim] f32 of one head into slot 0..31 of a page: round to nearest even; int8: scale = absmax / 127,

@@ -183,6 +183,20 @@ static void probs(const float *s, int n_row, int n, const float *m, const float 
     }
 }
 
+static float lowest(const float *score, const int32_t *pos, int n, int32_t from, int32_t to)
+{
+    const __m256i first = _mm256_set1_epi32(from), last = _mm256_set1_epi32(to);
+    const __m256 none = _mm256_set1_ps(INFINITY);
+    __m256 low = none;
+    for (int j = 0; j < n; j += 8) {
+        __m256i p = _mm256_loadu_si256((const __m256i *)(pos + j));
+        __m256i out = _mm256_or_si256(_mm256_cmpgt_epi32(first, p), _mm256_cmpgt_epi32(p, last));
+        __m256 may = _mm256_andnot_ps(_mm256_castsi256_ps(out), seen_mask(n, j));
+        low = _mm256_min_ps(low, _mm256_blendv_ps(none, _mm256_loadu_ps(score + j), may));
+    }
+    return min_v8(low);
+}
+
 static void scaled(const float *o, float f, int n, float *out)
 {
     __m256 vf = _mm256_set1_ps(f);
@@ -206,5 +220,6 @@ void kern_attn_avx2(struct kern_attn_fns *f)
     kern_attn_avx2_int16(f);
     f->colsum = colsum;
     f->probs = probs;
+    f->lowest = lowest;
     f->scaled = scaled;
 }

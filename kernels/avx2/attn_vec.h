@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 #include <math.h>
+#include <stdbool.h>
 #include <string.h>
 
 #include "kernels/isa_attn.h"
@@ -82,6 +83,13 @@ INLINE float max_v8(__m256 x)
     __m128 a = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     a = _mm_max_ps(a, _mm_movehl_ps(a, a));
     return _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a)));
+}
+
+INLINE float min_v8(__m256 x)
+{
+    __m128 a = _mm_min_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    a = _mm_min_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_min_ss(a, _mm_movehdup_ps(a)));
 }
 
 /* A hint for one line of a page two ahead, into L2: all of it gets asked for while this page is worked on. (Measured on Zen 4: a

@@ -471,24 +471,25 @@ static void decode_score(const struct cpu *c, const struct kern_rule *rule, cons
 }
 
 /* The slot with the lowest score among those whose position is in [sink, pos - recent] and not pinned; ties: the lowest
- * position. -1: there is none. */
+ * position. -1: there is none. A page is looked through only if its lowest score is as low as any before. */
 static int32_t decode_victim(const struct cpu *c, const struct kern_rule *rule, const uint32_t *table, int len,
                              int32_t pos)
 {
     const struct kern_page_layout *pl = &c->kv.page;
     int32_t best = -1, best_pos = 0, last = pos - rule->recent;
-    float best_score = 0;
+    float best_score = INFINITY;
 
     for (int i = 0; i < len; i += SLOTS) {
         const unsigned char *page = cpu_page(c, table[i / SLOTS]);
         const int32_t *p = (const int32_t *)(page + pl->pos);
         const float *score = (const float *)(page + pl->score);
-        for (int j = 0; j < min_int(len - i, SLOTS); j++) {
-            if (p[j] < rule->sink || p[j] > last)
+        int n = min_int(len - i, SLOTS);
+        if (c->isa->att.lowest(score, p, n, rule->sink, last) > best_score)
+            continue;
+        for (int j = 0; j < n; j++) {
+            if (score[j] > best_score || p[j] < rule->sink || p[j] > last || cpu_pinned(rule, p[j]))
                 continue;
-            if (best >= 0 && (score[j] > best_score || (score[j] == best_score && p[j] > best_pos)))
-                continue;
-            if (cpu_pinned(rule, p[j]))
+            if (best >= 0 && score[j] == best_score && p[j] > best_pos)
                 continue;
             best = i + j;
             best_pos = p[j];

@@ -214,6 +214,15 @@ static void probs(const float *s, int n_row, int n, const float *m, const float 
     }
 }
 
+static float lowest(const float *score, const int32_t *pos, int n, int32_t from, int32_t to)
+{
+    float low = INFINITY;
+    for (int j = 0; j < n; j++)
+        if (pos[j] >= from && pos[j] <= to && score[j] < low)
+            low = score[j];
+    return low;
+}
+
 static void scaled(const float *o, float f, int n, float *out)
 {
     for (int i = 0; i < n; i++)
@@ -231,6 +240,7 @@ void kern_attn_scalar(struct kern_attn_fns *f)
     }
     f->colsum = colsum;
     f->probs = probs;
+    f->lowest = lowest;
     f->scaled = scaled;
     f->store = store;
 }
