@@ -13,7 +13,11 @@
 #include "tests/sched_rig.h"
 
 #define SEEDS_DEFAULT   600
+#ifdef __SANITIZE_THREAD__
+#define SEEDS_SANITIZED 30
+#else
 #define SEEDS_SANITIZED 120
+#endif
 #define REQUESTS 24
 
 enum act { ACT_CANCEL = 0, ACT_PAUSE, ACT_RESUME, ACT_KILL, ACT_KINDS };
