@@ -25,14 +25,14 @@
 
 /* ---- who has what ------------------------------------------------------------------------------ */
 
-static struct share *share_of(struct engine *e, const struct seq *s)
+static struct share *share_of(const struct seq *s)
 {
-    return &e->share[s->uid % QUEUE_SHARES];
+    return &s->user->share;
 }
 
 static void share_add(struct engine *e, const struct seq *s)
 {
-    struct share *u = share_of(e, s);
+    struct share *u = share_of(s);
 
     u->active += seq_active(s);
     u->running += seq_running(s);
@@ -49,7 +49,8 @@ static int count_shares(struct engine *e)
     const struct seq *s;
     int active = 0;
 
-    memset(e->share, 0, sizeof e->share);
+    TAILQ_FOREACH(s, &e->seqs, link)
+        *share_of(s) = (struct share){ 0 };
     e->n_share = 0;
     TAILQ_FOREACH(s, &e->seqs, link) {
         share_add(e, s);
@@ -105,7 +106,7 @@ static int64_t more_pages(const struct engine *e, const struct seq *s)
 
 static bool fits(struct engine *e, const struct seq *s, const struct freed *freed)
 {
-    const struct share *u = share_of(e, s);
+    const struct share *u = share_of(s);
     int64_t loan = open_transient(e), pages = pages_total(e->pages);
     int lanes = pages_lanes_free(e->pages) + freed->lanes;
 
@@ -129,7 +130,7 @@ static int64_t use(const struct engine *e, int64_t pages, int lanes)
  * above an even share. */
 static int64_t claim(struct engine *e, const struct seq *s, const struct seq *asks)
 {
-    const struct share *u = share_of(e, s), *mine = share_of(e, asks);
+    const struct share *u = share_of(s), *mine = share_of(asks);
 
     if (u == mine)
         return use(e, u->pages + more_pages(e, asks), u->lanes + (asks->lane < 0));
@@ -163,7 +164,7 @@ static bool make_room(struct engine *e, struct seq *s)
     bool enough;
 
     while (!(enough = fits(e, s, &freed)) && (i = next_to_go(e, s)) != NULL) {
-        struct share *u = share_of(e, i);
+        struct share *u = share_of(i);
         i->doomed = true;
         freed.lanes++;
         freed.pages += i->reserved;
@@ -177,8 +178,8 @@ static bool make_room(struct engine *e, struct seq *s)
         if (!i->doomed)
             continue;
         i->doomed = false;
-        share_of(e, i)->lanes++;
-        share_of(e, i)->pages += i->reserved;
+        share_of(i)->lanes++;
+        share_of(i)->pages += i->reserved;
         if (enough)
             sched_drop_session(e, i, true);
     }
@@ -197,7 +198,7 @@ static bool take_room(struct engine *e, struct seq *s)
         s->lane = pages_lane_get(e->pages); /* there is one: it was just counted */
     s->reserved += more;
     s->state = SEQ_READY;
-    core_queued(e, s->uid, -1);
+    core_waited(e, s->uid);
     return true;
 }
 
@@ -230,23 +231,23 @@ static bool wants_place(const struct seq *s)
 }
 
 /* One that was passed often enough stops all who run as much as its own user. */
-static bool stopped(struct engine *e, const struct seq *s, struct seq *const *blocked, int n)
+static bool stopped(const struct seq *s, struct seq *const *blocked, int n)
 {
     for (int i = 0; i < n; i++)
         if (blocked[i] == s || (blocked[i]->bypassed >= BYPASS_MAX && s->state == SEQ_WAITING &&
-                                share_of(e, s)->running_pages >= share_of(e, blocked[i])->running_pages))
+                                share_of(s)->running_pages >= share_of(blocked[i])->running_pages))
             return true;
     return false;
 }
 
 /* Places that its user has, or would have had in this round if there had been room: so other users' requests are tried before
  * its user's next one. */
-static int places(struct engine *e, const struct seq *s, struct seq *const *blocked, int n)
+static int places(const struct seq *s, struct seq *const *blocked, int n)
 {
-    int sum = share_of(e, s)->active;
+    int sum = share_of(s)->active;
 
     for (int i = 0; i < n; i++)
-        sum += share_of(e, blocked[i]) == share_of(e, s);
+        sum += share_of(blocked[i]) == share_of(s);
     return sum;
 }
 
@@ -258,12 +259,12 @@ static struct seq *best_waiting(struct engine *e, struct seq *const *blocked, in
     uint64_t best_turn = 0;
 
     TAILQ_FOREACH(s, &e->seqs, link) {
-        if (!wants_place(s) || stopped(e, s, blocked, n))
+        if (!wants_place(s) || stopped(s, blocked, n))
             continue;
-        int has = places(e, s, blocked, n);
-        uint64_t turn = e->turn_of[s->uid % QUEUE_SHARES];
+        int has = places(s, blocked, n);
+        uint64_t turn = s->user->turn;
         if (best == NULL || has < best_places || (has == best_places && turn < best_turn) ||
-            (share_of(e, s) == share_of(e, best) && s->req->priority > best->req->priority)) {
+            (share_of(s) == share_of(best) && s->req->priority > best->req->priority)) {
             best = s;
             best_places = has;
             best_turn = turn;
@@ -284,11 +285,11 @@ static bool rests_before(const struct seq *a, const struct seq *b)
  * asked last. */
 static struct seq *who_rests(struct engine *e, const struct seq *s)
 {
-    const struct share *mine = share_of(e, s), *most = NULL;
+    const struct share *mine = share_of(s), *most = NULL;
     struct seq *t, *best = NULL;
 
     TAILQ_FOREACH(t, &e->seqs, link) {
-        const struct share *u = share_of(e, t);
+        const struct share *u = share_of(t);
         if (u == mine || !seq_active(t))
             continue;
         if (t->paused) /* it uses its place for nothing */
@@ -345,7 +346,7 @@ void sched_admit(struct engine *e)
             note_bypass(blocked, n_blocked);
         s->resting = false;
         s->n_turn = 0;
-        e->turn_of[s->uid % QUEUE_SHARES] = ++e->turn;
+        s->user->turn = e->turn += 2;
         if (rests != NULL)
             rests->resting = true;
         active = count_shares(e);

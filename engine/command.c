@@ -29,13 +29,19 @@ static struct seq *submit_target(struct engine *e, uint64_t id, struct engine_re
         }
     }
     s = seq_new(id, req);
+    /* Who is new here comes after those who have waited since the last one was served, and before that one. */
+    if (s != NULL && (s->user = users_join(&e->users, s->uid, e->turn > 0 ? e->turn - 1 : 0)) == NULL) {
+        s->req = NULL; /* still the caller's, below */
+        seq_free(s);
+        s = NULL;
+    }
     if (s != NULL) {
         TAILQ_INSERT_TAIL(&e->seqs, s, link);
         return s;
     }
     skv_fail(&err, SKV_INTERNAL, "no memory for another sequence");
 fail:
-    core_queued(e, req->uid, -1);
+    core_waited(e, req->uid);
     emit_error(e, req, id, &err);
     engine_request_free(req);
     return NULL;
@@ -48,7 +54,7 @@ static void submit(struct engine *e, struct cmd *c)
 
     c->req = NULL;
     if (req->kind >= ENGINE_DETOKENIZE && req->kind != ENGINE_APPLY_TEMPLATE) {
-        core_queued(e, req->uid, -1);
+        core_waited(e, req->uid);
         query_answer(e, c->id, req);
         return;
     }

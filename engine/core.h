@@ -15,10 +15,10 @@
 #include "engine/pages.h"
 #include "engine/seq.h"
 #include "engine/stats.h"
+#include "engine/users.h"
 
 #define PREFILL_PACK 32   /* short prompts in one group at most */
 #define DECODE_BATCH_MAX 256
-#define QUEUE_SHARES     1024 /* users are told apart by their ids' last bits */
 
 enum cmd_type { CMD_SUBMIT = 0, CMD_CANCEL, CMD_KILL, CMD_PAUSE, CMD_RESUME, CMD_STOP };
 
@@ -53,15 +53,6 @@ struct lost_session {
 };
 #define LOST_SESSIONS 256
 
-/* What a user has just now; admit.c counts it. */
-struct share {
-    int active;             /* sequences with a place in the step */
-    int running;            /* those, and those that rest */
-    int lanes;              /* idle and waiting sessions' too */
-    int64_t pages;          /* promised to all of these */
-    int64_t running_pages;  /* to those that run */
-};
-
 struct recent_user {
     bool is;
     uint32_t uid;
@@ -91,7 +82,7 @@ struct engine {
     _Atomic uint64_t next_id;
     atomic_bool draining, stop_asked;
     _Atomic int queued;        /* requests in the box, encoding or waiting */
-    _Atomic int queued_of[QUEUE_SHARES]; /* the same, by user */
+    struct users users;        /* the same, by user; and what each has */
     uint32_t text_uid;         /* whose text was encoded last */
     struct stats stats;
     atomic_bool dead;          /* the backend has failed for good; `why` was written before */
@@ -102,8 +93,7 @@ struct engine {
     bool short_turn;
     struct lost_session lost[LOST_SESSIONS];
     uint64_t lost_at;
-    struct share share[QUEUE_SHARES];
-    uint64_t turn_of[QUEUE_SHARES], turn; /* when each user was given a place last, counted */
+    uint64_t turn;             /* the last that a user was given; even */
     int n_share;               /* users that hold a lane */
     struct recent_user recent[2]; /* the last two who asked for something, the latest first */
 
@@ -133,11 +123,11 @@ void core_log(struct engine *e, int level, const char *fmt, ...) __attribute__((
 int core_batch(const struct engine *e);
 /* Has the backend failed? Asked after each pass, before its results are believed. */
 bool core_failed(struct engine *e);
-/* n more (or fewer) of this user's requests wait. Any thread. */
-static inline void core_queued(struct engine *e, uint32_t uid, int n)
+/* One of this user's requests waits no more. Any thread. */
+static inline void core_waited(struct engine *e, uint32_t uid)
 {
-    atomic_fetch_add(&e->queued, n);
-    atomic_fetch_add(&e->queued_of[uid % QUEUE_SHARES], n);
+    atomic_fetch_sub(&e->queued, 1);
+    users_waited(&e->users, uid);
 }
 static inline size_t core_head(const struct engine *e, int lane, int layer, int head)
 {
@@ -168,6 +158,8 @@ int sched_expire(struct engine *e);
 void sched_finish(struct engine *e, struct seq *s, enum engine_finish finish, int stop);
 void sched_fail(struct engine *e, struct seq *s, enum skv_code code, const char *fmt, ...)
     __attribute__((format(printf, 4, 5)));
+/* A sequence that holds nothing any more is gone. */
+void sched_forget(struct engine *e, struct seq *s);
 /* Drop an idle session; `lost`: its next use is told so. */
 void sched_drop_session(struct engine *e, struct seq *s, bool lost);
 struct seq *sched_find_request(struct engine *e, uint64_t request);

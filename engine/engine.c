@@ -57,6 +57,7 @@ struct engine *engine_new(const struct engine_config *cfg, struct skv_error *err
     e->cfg = *cfg;
     e->commands.fd = e->events.fd = -1;
     TAILQ_INIT(&e->seqs);
+    users_init(&e->users);
     stats_init(&e->stats);
     atomic_init(&e->next_id, 1);
     if (mailbox_init(&e->commands, err) < 0 || mailbox_init(&e->events, err) < 0 || init_run(e, err) < 0) {
@@ -174,6 +175,7 @@ void engine_free(struct engine *e)
     init_undo(e);
     mailbox_fini(&e->commands);
     mailbox_fini(&e->events);
+    users_fini(&e->users);
     free(e);
 }
 
@@ -217,7 +219,7 @@ int engine_submit(struct engine *e, struct engine_request *take, uint64_t *id, s
         return skv_fail(err, SKV_INTERNAL, "the device failed: %s", e->why);
     /* Nobody can take all places: the last quarter is for those who have fewer waiting. */
     bool full = atomic_load(&e->queued) >= e->cfg.queue_len;
-    if (full || atomic_load(&e->queued_of[take->uid % QUEUE_SHARES]) >= share) {
+    if (full || users_waiting(&e->users, take->uid) >= share) {
         if (full)
             skv_fail(err, SKV_OVERLOADED, "%d requests are waiting already, as many as the queue takes (queue-length decides)",
                      e->cfg.queue_len);
@@ -231,7 +233,7 @@ int engine_submit(struct engine *e, struct engine_request *take, uint64_t *id, s
     c = calloc(1, sizeof *c);
     if (take->priv == NULL)
         take->priv = calloc(1, sizeof(struct event_mail));
-    if (c == NULL || take->priv == NULL) {
+    if (c == NULL || take->priv == NULL || !users_wait(&e->users, take->uid)) {
         free(c);
         return skv_fail(err, SKV_INTERNAL, "no memory for another request");
     }
@@ -239,7 +241,7 @@ int engine_submit(struct engine *e, struct engine_request *take, uint64_t *id, s
     c->id = *id = atomic_fetch_add(&e->next_id, 1);
     c->req = take;
     c->t_submit = core_now_us(e);
-    core_queued(e, take->uid, 1);
+    atomic_fetch_add(&e->queued, 1);
     mailbox_push(&e->commands, &c->mail);
     return 0;
 }

@@ -262,10 +262,8 @@ void init_undo(struct engine *e)
 {
     struct seq *s;
 
-    while ((s = TAILQ_FIRST(&e->seqs)) != NULL) {
-        TAILQ_REMOVE(&e->seqs, s, link);
-        seq_free(s);
-    }
+    while ((s = TAILQ_FIRST(&e->seqs)) != NULL)
+        sched_forget(e, s);
     if (e->be != NULL && e->x != NULL)
         e->ops->state_free(e->be, e->x);
     free(e->seg);

@@ -91,11 +91,17 @@ static void release(struct engine *e, struct seq *s)
     s->reserved = 0;
 }
 
+void sched_forget(struct engine *e, struct seq *s)
+{
+    TAILQ_REMOVE(&e->seqs, s, link);
+    users_leave(&e->users, s->user);
+    seq_free(s);
+}
+
 static void drop(struct engine *e, struct seq *s)
 {
     release(e, s);
-    TAILQ_REMOVE(&e->seqs, s, link);
-    seq_free(s);
+    sched_forget(e, s);
 }
 
 void sched_drop_session(struct engine *e, struct seq *s, bool lost)
@@ -113,7 +119,7 @@ void sched_drop_session(struct engine *e, struct seq *s, bool lost)
 static void settle(struct engine *e, struct seq *s, bool kv_whole)
 {
     if (s->state == SEQ_TEXT || s->state == SEQ_WAITING)
-        core_queued(e, s->uid, -1);
+        core_waited(e, s->uid);
     if (s->session[0] == '\0' || s->n_kv == 0 || !kv_whole) {
         if (s->session[0] != '\0' && s->n_kv > 0)
             sched_remember_lost(e, s);

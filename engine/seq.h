@@ -38,6 +38,7 @@ struct seq {
     bool resting;          /* without a place in the step, as it is another user's turn; keeps its lane and pages */
     bool doomed;           /* an idle session that admission is about to end */
     uint32_t uid;
+    struct user *user;     /* of that id; the engine's */
     int32_t pid;
     char session[64];      /* "" none */
 

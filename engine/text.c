@@ -171,10 +171,9 @@ static void finish_text(struct engine *e, struct seq *s)
         a->text = (struct engine_text){ s->text.out, s->text.out_len };
         s->text.out = NULL;
     }
-    core_queued(e, s->uid, -1);
+    core_waited(e, s->uid);
     emit_answer(e, s->req, s->request, a);
-    TAILQ_REMOVE(&e->seqs, s, link);
-    seq_free(s);
+    sched_forget(e, s);
 }
 
 static void encode(struct engine *e, struct seq *s, size_t *budget)

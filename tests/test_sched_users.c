@@ -97,6 +97,63 @@ START_TEST(full_batch_shared)
 }
 END_TEST
 
+/* Users whose ids have the last bits in common are not one: neither in the queue nor in the step. */
+START_TEST(ids_told_apart)
+{
+    static const uint32_t alike[] = { 1 + 256, 1 + 1024, 1 + 65536, 1 + (1u << 20), 1 + (1u << 31) };
+    enum { N = sizeof alike / sizeof *alike };
+    struct engine_config cfg;
+    struct rig r;
+    int late[N], ms;
+
+    rig_config(&cfg);
+    cfg.max_batch = 8;
+    cfg.max_sequences = 64;
+    cfg.queue_len = 32;
+    rig_start(&r, &cfg);
+    for (int i = 0; i < 40; i++)
+        submit_of(&r, 1, 20, (uint32_t)i, 200);
+    ck_assert_int_eq(r.req[23].n_end, 0); /* three quarters of the queue */
+    ck_assert_int_eq(r.req[24].code, SKV_OVERLOADED);
+    for (int k = 0; k < N; k++)
+        ck_assert(!rig_ended(&r, late[k] = submit_of(&r, alike[k], 20, (uint32_t)(100 + k), 200)));
+    for (int i = 0; i < 3; i++)
+        rig_step(&r, &ms);
+    for (int k = 0; k < N; k++) /* six users, eight places */
+        ck_assert(seq_active(sched_find_request(r.e, r.req[late[k]].id)));
+    rig_run(&r);
+    for (int i = 0; i < USERS_BUCKETS; i++)
+        ck_assert_ptr_null(r.e->users.bucket[i]); /* all have left */
+    stop(&r);
+}
+END_TEST
+
+/* Users who come, ask one thing and leave, one after the other, with a single place: who stays and waits has his turn still. */
+START_TEST(passers_by)
+{
+    struct engine_config cfg;
+    struct rig r;
+    int ms, last = -1, n = 0;
+
+    rig_config(&cfg);
+    cfg.max_batch = 1;
+    cfg.max_sequences = 32;
+    rig_start(&r, &cfg);
+    for (int i = 0; i < 5; i++)
+        submit_of(&r, 1, 20, (uint32_t)i, 8);
+    while (!rig_ended(&r, 4) && n < 100) {
+        if (last < 0 || r.req[last].n_token > 0) { /* the next is there before this one is done */
+            last = submit_of(&r, (uint32_t)(2 + n), 20, (uint32_t)(100 + n), 8);
+            n++;
+        }
+        rig_step(&r, &ms);
+    }
+    ck_assert_int_le(n, 16); /* one or two of theirs to each of his */
+    rig_run(&r);
+    stop(&r);
+}
+END_TEST
+
 /* More users than places, in long answers, and one of them with many: all get as many tokens, within a turn. */
 START_TEST(turns)
 {
@@ -328,6 +385,8 @@ int main(void)
 
     tcase_set_timeout(c, 240);
     tcase_add_test(c, full_batch_shared);
+    tcase_add_test(c, ids_told_apart);
+    tcase_add_test(c, passers_by);
     tcase_add_test(c, turns);
     tcase_add_test(c, paused_give_place);
     tcase_add_test(c, pool_left_to_others);
