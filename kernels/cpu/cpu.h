@@ -42,6 +42,13 @@ static inline size_t cpu_kv_index(const struct cpu *c, int lane, int layer, int 
     return ((size_t)lane * c->d.n_layer + layer) * c->d.n_kv + head;
 }
 
+/* Rows of a work item, `most` at most: several items a thread, so that a step's few rows come out even. */
+static inline int cpu_rows_item(const struct cpu *c, int n_row, int most)
+{
+    int items = 4 * workers_count(c->workers), rows = (n_row + items - 1) / items;
+    return rows < most ? rows : most;
+}
+
 /* --- cpu_map.c: big allocations, 64-byte aligned, zeroed, in huge pages where the system has them --- */
 void *cpu_map(size_t bytes, struct skv_error *err); /* NULL with *err */
 void cpu_unmap(void *p, size_t bytes);              /* p may be NULL */

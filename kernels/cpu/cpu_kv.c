@@ -5,7 +5,7 @@
 
 #include "kernels/cpu/cpu_attn.h"
 
-#define KV_CHUNK 16 /* rows that one task stores */
+#define KV_CHUNK 16 /* rows that one task stores at most */
 
 struct ops_kv *cpu_kv_init(void *be, uint32_t n_pages, struct skv_error *err)
 {
@@ -83,7 +83,7 @@ struct kv_store {
     struct cpu *c;
     const struct ops_pass *pass;
     const int32_t *slot;
-    int layer;
+    int layer, per_item;
 };
 
 /* The slot that a row's pair goes to. A victim is used up by the row it is given to. */
@@ -123,8 +123,8 @@ static void store_chunk(void *arg, int item, int worker)
 {
     const struct kv_store *s = arg;
     const struct ops_seg *seg = s->pass->seg, *last = seg + s->pass->n_seg;
-    int row = item * KV_CHUNK;
-    int end = row + KV_CHUNK < s->pass->n_row ? row + KV_CHUNK : s->pass->n_row;
+    int row = item * s->per_item;
+    int end = row + s->per_item < s->pass->n_row ? row + s->per_item : s->pass->n_row;
 
     (void)worker;
     for (; row < end; row++) {
@@ -139,10 +139,7 @@ static void store_chunk(void *arg, int item, int worker)
 
 void cpu_kv_store(struct cpu *c, int layer, const struct ops_pass *pass, const int32_t *slot)
 {
-    struct kv_store s = { c, pass, slot, layer };
-    int n = (pass->n_row + KV_CHUNK - 1) / KV_CHUNK;
-    if (n == 1)
-        store_chunk(&s, 0, 0);
-    else
-        workers_run(c->workers, n, store_chunk, &s);
+    struct kv_store s = { c, pass, slot, layer, cpu_rows_item(c, pass->n_row, KV_CHUNK) };
+    if (pass->n_row > 0)
+        workers_run(c->workers, (pass->n_row + s.per_item - 1) / s.per_item, store_chunk, &s);
 }

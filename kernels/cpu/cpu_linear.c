@@ -16,7 +16,7 @@
 #define ROW_BLOCK    128   /* rows of an item at most: 32 KiB of accumulators for the gated product */
 #define ITEM_BYTES   12288 /* weights of a small item at least: what one core reads in half a microsecond */
 #define ROWS_INLINE  2     /* row work of so few rows isn't worth waking anyone for */
-#define ROWS_ITEM    8     /* rows of an item of row work */
+#define ROWS_ITEM    8     /* rows of an item of row work at most */
 #define ROPE_AHEAD   256   /* positions added to the table at a time */
 #define VALUE_ROWS   64    /* slots that cpu_value_norm takes at a time */
 #define GATED_PANELS 2     /* panels of a gated item: one 32-input group of the next product */
@@ -212,7 +212,7 @@ static void row_item(void *arg, int item, int worker)
 
 static void rows_run(struct row_job *j)
 {
-    j->per_item = j->n_row <= ROWS_INLINE ? j->n_row : ROWS_ITEM;
+    j->per_item = j->n_row <= ROWS_INLINE ? j->n_row : cpu_rows_item(j->c, j->n_row, ROWS_ITEM);
     if (j->n_row > 0)
         workers_run(j->c->workers, (j->n_row + j->per_item - 1) / j->per_item, row_item, j);
 }
