@@ -59,8 +59,8 @@ struct kern_attn_form {
     void (*qk)(const struct kern_attn_block *b, const void *q, int n_row, float *s);
     /* Row r sees the first seen[r] slots of the block (<= 0: none, m and l stay; a row's first block must show it at
      * least one). m, l [n_row]: running maximum and sum, m = -INFINITY before the first block.
-     * alpha [n_row] = 2^(old m - new m). p rows KERN_ATTN_P_BYTES apart. */
-    void (*softmax)(const struct kern_attn_block *b, const float *s, int n_row, const int32_t *seen, float *m,
+     * alpha [n_row] = 2^(old m - new m). p rows KERN_ATTN_P_BYTES apart. s becomes 2^(s - new m), 0 where nothing is seen. */
+    void (*softmax)(const struct kern_attn_block *b, float *s, int n_row, const int32_t *seen, float *m,
                     float *l, float *alpha, void *p);
     /* o [n_row][hd] f32. */
     void (*pv)(const struct kern_attn_block *b, const void *p, int n_row, const float *alpha, float *o);
@@ -76,10 +76,9 @@ struct kern_attn_fns {
     /* acc [n_slot] += sum over rows, ascending, of 2^(s - m[row]) * inv_l[row] over the slots that the row sees. */
     void (*colsum)(const float *s, int n_row, int n_slot, const int32_t *seen, const float *m, const float *inv_l,
                    float *acc);
-    /* score[j] = decay * score[j] + weight * sum over rows of 2^(s - m[row]) * inv_l[row], j in [0, n), n <= 32; s rows are
-     * KERN_ATTN_BLOCK apart. The caller puts 1/g into weight. */
-    void (*probs)(const float *s, int n_row, int n, const float *m, const float *inv_l, float decay, float weight,
-                  float *score);
+    /* score[j] = decay * score[j] + sum over rows of e[row][j] * w[row], j in [0, n), n <= 32: e is what softmax left of s, its
+     * rows KERN_ATTN_BLOCK apart; w = 2^(m of then - m of all) / l of all, times what the policy wants. */
+    void (*probs)(const float *e, int n_row, int n, const float *w, float decay, float *score);
     /* The lowest score among those of n <= 32 slots whose position is in [from, to]; INFINITY: there is none. score and pos have
      * 32 valid entries. */
     float (*lowest)(const float *score, const int32_t *pos, int n, int32_t from, int32_t to);

@@ -59,7 +59,7 @@ static void qk_f32(const struct kern_attn_block *b, const void *q, int n_row, fl
 
 /* ---- p ------------------------------------------------------------------------------------------------------ */
 
-static void softmax_row(const struct kern_attn_block *b, const float *s, int seen, float m, float *l, float *p)
+static void softmax_row(const struct kern_attn_block *b, float *s, int seen, float m, float *l, float *p)
 {
     __m256 max = _mm256_set1_ps(m), sum = _mm256_setzero_ps();
     for (int i = 0; i < b->n_page; i++, s += SLOTS, p += SLOTS, seen -= SLOTS)
@@ -68,6 +68,7 @@ static void softmax_row(const struct kern_attn_block *b, const float *s, int see
             if (seen < SLOTS)
                 e = _mm256_and_ps(e, seen_mask(seen, j));
             sum = _mm256_add_ps(sum, e);
+            _mm256_store_ps(s + j, e);
             if (b->v_scale[i])
                 e = _mm256_mul_ps(e, _mm256_load_ps(b->v_scale[i] + j));
             _mm256_store_ps(p + j, e);
@@ -75,7 +76,7 @@ static void softmax_row(const struct kern_attn_block *b, const float *s, int see
     *l += sum_v8(sum);
 }
 
-static void softmax_f32(const struct kern_attn_block *b, const float *s, int n_row, const int32_t *seen, float *m,
+static void softmax_f32(const struct kern_attn_block *b, float *s, int n_row, const int32_t *seen, float *m,
                         float *l, float *alpha, void *p)
 {
     int n_slot = b->n_page * SLOTS;
@@ -83,6 +84,7 @@ static void softmax_f32(const struct kern_attn_block *b, const float *s, int n_r
         alpha[r] = 1;
         if (seen[r] <= 0) {
             memset(p, 0, n_slot * sizeof(float));
+            memset(s, 0, n_slot * sizeof(float));
             continue;
         }
         rescale_row(s, seen[r] < n_slot ? seen[r] : n_slot, &m[r], &alpha[r]);
@@ -170,15 +172,13 @@ static void colsum(const float *s, int n_row, int n_slot, const int32_t *seen, c
     }
 }
 
-/* Slots from n on are past the head's length: their logits are those of zero or old keys, finite, and their scores stay. */
-static void probs(const float *s, int n_row, int n, const float *m, const float *inv_l, float decay, float weight,
-                  float *score)
+/* The scores of slots from n on, past the head's length, stay. */
+static void probs(const float *e, int n_row, int n, const float *w, float decay, float *score)
 {
     for (int j = 0; j < n; j += 8) {
-        __m256 sum = _mm256_setzero_ps(), old = _mm256_loadu_ps(score + j);
+        __m256 old = _mm256_loadu_ps(score + j), sum = _mm256_mul_ps(old, _mm256_set1_ps(decay));
         for (int r = 0; r < n_row; r++)
-            sum = prob(s + r * KERN_ATTN_BLOCK, m[r], inv_l[r], n, j, sum);
-        sum = _mm256_fmadd_ps(old, _mm256_set1_ps(decay), _mm256_mul_ps(sum, _mm256_set1_ps(weight)));
+            sum = _mm256_fmadd_ps(_mm256_loadu_ps(e + r * KERN_ATTN_BLOCK + j), _mm256_set1_ps(w[r]), sum);
         _mm256_storeu_ps(score + j, _mm256_blendv_ps(old, sum, seen_mask(n, j)));
     }
 }

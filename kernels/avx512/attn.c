@@ -50,13 +50,13 @@ static void qk_f32(const struct kern_attn_block *b, const void *q, int n_row, fl
 
 /* ---- p ------------------------------------------------------------------------------------------------------ */
 
-static void softmax_f32(const struct kern_attn_block *b, const float *s, int n_row, const int32_t *seen, float *m,
+static void softmax_f32(const struct kern_attn_block *b, float *s, int n_row, const int32_t *seen, float *m,
                         float *l, float *alpha, void *p)
 {
     int n_slot = b->n_page * SLOTS;
     rescale_rows(s, n_row, n_slot, seen, m, l, alpha);
     for (int r = 0; r < n_row; r++) {
-        const float *sr = s + r * KERN_ATTN_BLOCK;
+        float *sr = s + r * KERN_ATTN_BLOCK;
         float *pr = (float *)((char *)p + r * KERN_ATTN_P_BYTES);
         __m512 max = _mm512_set1_ps(m[r]), sum = _mm512_setzero_ps();
         for (int j = 0; j < n_slot; j += 16) {
@@ -64,6 +64,7 @@ static void softmax_f32(const struct kern_attn_block *b, const float *s, int n_r
             __m512 e = _mm512_maskz_mov_ps(k, exp2_v16(_mm512_maskz_sub_ps(k, _mm512_load_ps(sr + j), max)));
             const float *scale = b->v_scale[j / SLOTS];
             sum = _mm512_add_ps(sum, e);
+            _mm512_store_ps(sr + j, e);
             _mm512_store_ps(pr + j, scale ? _mm512_mul_ps(e, _mm512_load_ps(scale + j % SLOTS)) : e);
         }
         l[r] += _mm512_reduce_add_ps(sum);
@@ -153,16 +154,13 @@ static void colsum(const float *s, int n_row, int n_slot, const int32_t *seen, c
     }
 }
 
-static void probs(const float *s, int n_row, int n, const float *m, const float *inv_l, float decay, float weight,
-                  float *score)
+static void probs(const float *e, int n_row, int n, const float *w, float decay, float *score)
 {
     for (int j = 0; j < n; j += 16) {
         __mmask16 k = seen_mask(n, j);
-        __m512 sum = _mm512_setzero_ps();
+        __m512 sum = _mm512_mul_ps(_mm512_maskz_loadu_ps(k, score + j), _mm512_set1_ps(decay));
         for (int r = 0; r < n_row; r++)
-            sum = prob(s + r * KERN_ATTN_BLOCK + j, m[r], inv_l[r], k, sum);
-        __m512 old = _mm512_maskz_loadu_ps(k, score + j);
-        sum = _mm512_fmadd_ps(old, _mm512_set1_ps(decay), _mm512_mul_ps(sum, _mm512_set1_ps(weight)));
+            sum = _mm512_fmadd_ps(_mm512_loadu_ps(e + r * KERN_ATTN_BLOCK + j), _mm512_set1_ps(w[r]), sum);
         _mm512_mask_storeu_ps(score + j, k, sum);
     }
 }

@@ -76,13 +76,13 @@ static void qk_bf16(const struct kern_attn_block *b, const void *q, int n_row, f
 
 /* ---- p ------------------------------------------------------------------------------------------------------ */
 
-static void softmax_bf16(const struct kern_attn_block *b, const float *s, int n_row, const int32_t *seen, float *m,
+static void softmax_bf16(const struct kern_attn_block *b, float *s, int n_row, const int32_t *seen, float *m,
                          float *l, float *alpha, void *p)
 {
     int n_slot = b->n_page * SLOTS;
     rescale_rows(s, n_row, n_slot, seen, m, l, alpha);
     for (int r = 0; r < n_row; r++) {
-        const float *sr = s + r * KERN_ATTN_BLOCK;
+        float *sr = s + r * KERN_ATTN_BLOCK;
         uint16_t *pr = (uint16_t *)((char *)p + r * KERN_ATTN_P_BYTES);
         __m512 max = _mm512_set1_ps(m[r]), sum0 = _mm512_setzero_ps(), sum1 = sum0;
         for (int i = 0; i < b->n_page; i++, sr += SLOTS, pr += SLOTS) {
@@ -97,6 +97,8 @@ static void softmax_bf16(const struct kern_attn_block *b, const float *s, int n_
             }
             sum0 = _mm512_add_ps(sum0, e0);
             sum1 = _mm512_add_ps(sum1, e1);
+            _mm512_store_ps(sr, e0);
+            _mm512_store_ps(sr + 16, e1);
             if (b->v_scale[i]) {
                 e0 = _mm512_mul_ps(e0, _mm512_load_ps(b->v_scale[i]));
                 e1 = _mm512_mul_ps(e1, _mm512_load_ps(b->v_scale[i] + 16));

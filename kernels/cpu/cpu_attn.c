@@ -99,7 +99,7 @@ int cpu_attn_init(struct cpu *c, struct skv_error *err)
     aw->hd = (c->d.head_dim + 15) & ~15;
     aw->max_slots = c->cfg.max_pages * SLOTS;
     /* A record: logits [g][256], o [g][hd], m [g], l [g]. */
-    aw->rec_floats = align64((c->g * (KERN_ATTN_BLOCK + aw->hd + 2)) * sizeof(float)) / sizeof(float);
+    aw->rec_floats = align64((c->g * (KERN_ATTN_BLOCK + aw->hd + 3)) * sizeof(float)) / sizeof(float);
     size_t lane = (size_t)c->d.n_kv * ((aw->max_slots + KERN_ATTN_BLOCK - 1) / KERN_ATTN_BLOCK);
     aw->n_rec = DECODE_WORK / (aw->rec_floats * sizeof(float));
     aw->n_rec = aw->n_rec > lane ? aw->n_rec : lane;
@@ -418,16 +418,17 @@ void cpu_score_read(void *be, int lane, int n_slot, float *out)
 
 /* The parts of a split record. */
 struct attn_rec {
-    float *s; /* [g][KERN_ATTN_BLOCK] logits */
+    float *s; /* [g][KERN_ATTN_BLOCK]: logits, then 2^(s - m) */
     float *o; /* [g][hd] */
     float *m, *l; /* [g] */
+    float *w; /* [g]: 2^(m - maximum of all) / l of all, once the splits are merged */
 };
 
 static struct attn_rec rec_at(const struct cpu *c, int i)
 {
     float *f = c->aw->rec + (size_t)i * c->aw->rec_floats;
     float *o = f + c->g * KERN_ATTN_BLOCK, *m = o + c->g * c->aw->hd;
-    return (struct attn_rec){ f, o, m, m + c->g };
+    return (struct attn_rec){ f, o, m, m + c->g, m + 2 * c->g };
 }
 
 /* o and 1/l of a unit from its splits, left in record 0's o and l; record 0's m becomes the maximum of all. */
@@ -443,7 +444,7 @@ static void decode_merge(const struct cpu *c, int rec0, int n_split)
         }
         for (int i = 0; i < n_split; i++) {
             struct attn_rec from = rec_at(c, rec0 + i);
-            float w = exp2f(from.m[j] - max);
+            float w = from.w[j] = exp2f(from.m[j] - max);
             if (i == 0) {
                 to.l[j] *= w;
                 for (int d = 0; d < hd; d++)
@@ -456,17 +457,21 @@ static void decode_merge(const struct cpu *c, int rec0, int n_split)
         }
         to.m[j] = max;
         to.l[j] = 1 / to.l[j];
+        for (int i = 0; i < n_split; i++)
+            rec_at(c, rec0 + i).w[j] *= to.l[j];
     }
 }
 
 static void decode_score(const struct cpu *c, const struct kern_rule *rule, const uint32_t *table, int len, int rec0)
 {
     const struct kern_page_layout *pl = &c->kv.page;
-    struct attn_rec all = rec_at(c, rec0);
     for (int i = 0; i < len; i += SLOTS) {
-        const float *s = rec_at(c, rec0 + i / KERN_ATTN_BLOCK).s + i % KERN_ATTN_BLOCK;
+        struct attn_rec rec = rec_at(c, rec0 + i / KERN_ATTN_BLOCK);
+        if (i % KERN_ATTN_BLOCK == 0)
+            for (int j = 0; j < c->g; j++)
+                rec.w[j] *= rule->weight / c->g;
         float *score = (float *)(cpu_page(c, table[i / SLOTS]) + pl->score);
-        c->isa->att.probs(s, c->g, min_int(len - i, SLOTS), all.m, all.l, rule->decay, rule->weight / c->g, score);
+        c->isa->att.probs(rec.s + i % KERN_ATTN_BLOCK, c->g, min_int(len - i, SLOTS), rec.w, rule->decay, score);
     }
 }
 

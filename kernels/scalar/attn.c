@@ -155,12 +155,12 @@ static void qk(const struct kern_attn_block *b, const void *q, int n_row, float 
     }
 }
 
-static void softmax(const struct kern_attn_block *b, const float *s, int n_row, const int32_t *seen, float *m,
+static void softmax(const struct kern_attn_block *b, float *s, int n_row, const int32_t *seen, float *m,
                     float *l, float *alpha, void *p)
 {
     int n_slot = b->n_page * SLOTS;
     for (int r = 0; r < n_row; r++) {
-        const float *sr = s + r * KERN_ATTN_BLOCK;
+        float *sr = s + r * KERN_ATTN_BLOCK;
         float *pr = (float *)((char *)p + r * KERN_ATTN_P_BYTES);
         int n = seen[r] < n_slot ? seen[r] : n_slot;
         float max = m[r], sum = 0;
@@ -170,6 +170,7 @@ static void softmax(const struct kern_attn_block *b, const float *s, int n_row, 
             float e = j < n ? exp2f(sr[j] - max) : 0;
             const float *scale = b->v_scale[j / SLOTS];
             sum += e;
+            sr[j] = e;
             pr[j] = scale ? e * scale[j % SLOTS] : e;
         }
         alpha[r] = m[r] == -INFINITY ? 0 : exp2f(m[r] - max);
@@ -203,14 +204,12 @@ static void colsum(const float *s, int n_row, int n_slot, const int32_t *seen, c
             acc[j] += exp2f(s[r * KERN_ATTN_BLOCK + j] - m[r]) * inv_l[r];
 }
 
-static void probs(const float *s, int n_row, int n, const float *m, const float *inv_l, float decay, float weight,
-                  float *score)
+static void probs(const float *e, int n_row, int n, const float *w, float decay, float *score)
 {
     for (int j = 0; j < n; j++) {
-        float sum = 0;
+        score[j] *= decay;
         for (int r = 0; r < n_row; r++)
-            sum += exp2f(s[r * KERN_ATTN_BLOCK + j] - m[r]) * inv_l[r];
-        score[j] = decay * score[j] + weight * sum;
+            score[j] += e[r * KERN_ATTN_BLOCK + j] * w[r];
     }
 }
 
