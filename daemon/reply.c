@@ -225,8 +225,9 @@ void reply_status(struct wire_buf *b, uint32_t msgid, const struct server *s, co
 
     engine_stats(s->engine, &st);
     wire_response(b, msgid);
-    wire_map(b, st.steps_graph >= 0 ? 30 : 28);
+    wire_map(b, st.steps_graph >= 0 ? 31 : 29);
     wire_kv_str(b, "version", PACKAGE_VERSION);
+    wire_kv_str(b, "backend", s->model.backend != NULL ? s->model.backend : "");
     wire_kv_str(b, "state", state_name(s));
     wire_kv_int(b, "uptime_ms", now_ms() - s->started_ms);
     wire_kv_int(b, "running", st.running);

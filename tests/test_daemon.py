@@ -59,6 +59,7 @@ def healthy(d):
             assert time.time() < end, st
             time.sleep(0.02)
         assert st["pid"] == d.p.pid
+        assert st["backend"] == p.call("hello")["model"]["backend"] != "", st
 
 
 def until(f, seconds=5, what="it"):

@@ -46,6 +46,8 @@ static void print_status(const struct skv_value *v)
     const struct skv_value *seqs = skv_get(v, "sequences");
 
     printf("up         %s, %s", fmt_age(num(v, "uptime_ms")), fmt_str(skv_get(v, "state"), 20));
+    if (skv_get(v, "backend") != NULL) /* an older daemon doesn't say */
+        printf(", computed by %s", fmt_str(skv_get(v, "backend"), 20));
     if (num(v, "step_age_ms") > 2000)
         printf("; the step now running began %s ago", fmt_ms(num(v, "step_age_ms")));
     fputc('\n', stdout);

@@ -257,8 +257,8 @@ def lost(folder, model):
 def graphs(d, what):
     with d.peer() as p:
         s = p.call("status")
-        name = p.call("hello", client="test", version="1")["model"]["backend"]
-    check(name == "cuda-shim", "%s: the daemon names the shim as what computes: %s" % (what, name))
+        names = s["backend"], p.call("hello", client="test", version="1")["model"]["backend"]
+    check(names == ("cuda-shim", "cuda-shim"), "%s: status and hello name the shim as what computes: %s, %s" % (what, *names))
     check(s["steps_graph"] > 2 and s["steps_plain"] == 0, "%s: status: %d decode steps, each one graph" % (what, s["steps_graph"]))
 
 

@@ -50,7 +50,9 @@ plant() {
 }
 plant 'prefill: K overwritten before all warps have read it' prefill attn \
     's|__syncthreads(); // all warps are done with K||'
-plant 'prefill: no wait for the copy of K' prefill attn 's|cp_wait<1>(); // K of this page.*||'
+plant 'prefill: no wait for the copy of K' prefill attn 's|cp_wait<ahead>(); // K of this page.*||'
+plant 'prefill: V copied over a K that is still read, heads of 256' prefill attn \
+    's|__syncthreads(); // all warps are done with K|if (!FA_WIDE(HD)) __syncthreads();|'
 plant 'prefill: causal mask off by one' prefill attn 's|slot0 + c <= lim\[i\]|slot0 + c < lim[i] + 2|'
 plant 'score: sums of half the query rows' prefill attn 's|half < SC_ROWS / 16|half < 1|'
 plant 'decode: partial sums one past the end of shared memory' decode attn \

@@ -73,8 +73,9 @@ args=$(awk '
     END {
         for (k in regs) {
             d = hd[k]
-            if (name[k] == "fa_prefill") print k, regs[k], 64 * (d + 8) * 2 + d / 2 * 160 + 16 * (d + 8) * 4 + 256, (d > 128 ? 256 : 128)
-            else print k, regs[k], 64 * (d + 8) * 2 + 512, 128
+            if (name[k] != "fa_prefill") print k, regs[k], 64 * (d + 8) * 2 + 512, 128
+            else if (d > 128) print k, regs[k], 64 * d * 2 + 16 * (d + 8) * 4 + 256, 256
+            else print k, regs[k], 64 * (d + 8) * 2 + d / 2 * 160 + 16 * (d + 8) * 4 + 256, 128
         }
     }' "$out/all" | sort)
 # shellcheck disable=SC2086
