@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "engine/plan.h"
 #include "engine/policy.h"
@@ -199,12 +200,31 @@ static void print_table(const struct args *a, const struct column *col, int n, c
            "GPUs' figures are data sheets' times assumed shares (skvd-plan --list), checked on no GPU.\n");
 }
 
+/* A line every ten seconds, as skvctl's other long commands. */
+static void say_progress(int done, int total)
+{
+    static double last;
+    const char *wish = getenv("SKVCTL_PROGRESS");
+    double every = wish != NULL && *wish != '\0' ? strtod(wish, NULL) : 10;
+    struct timespec t;
+
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    double now = (double)t.tv_sec + (double)t.tv_nsec / 1e9;
+    if (last == 0)
+        last = now;
+    if (!(every > 0) || now - last < every)
+        return;
+    last = now;
+    fprintf(stderr, "skvd-plan: %d of %d runs\n", done, total);
+}
+
 static int run(const struct args *a, struct column *col, int n, const int *clients, int n_clients)
 {
     struct skv_error err;
 
     for (int i = 0; i < n; i++)
         for (int k = 0; k < n_clients; k++) {
+            say_progress(i * n_clients + k, n * n_clients);
             if (plan_run(&a->ask, &col[i].kv, clients[k], &col[i].facts, &col[i].row[k], &err) < 0) {
                 fprintf(stderr, "skvd-plan: %s\n", err.msg);
                 return 1;

@@ -222,6 +222,22 @@ class Eval(WithFake):
         self.assertEqual(first["prompt_tokens"], len(json.loads(self.d.ctl("--json", "tokenize", input=prompt).stdout)["tokens"]))
         self.assertEqual(first["variants"][0]["score"], float(known))
 
+    def test_progress_without_a_terminal(self):
+        said = {}
+        for every in "0.001", "0", "":
+            r = subprocess.run([SKVCTL, "-s", self.d.socket, "--json", "eval", self.file, "--ratio", "0.9", "-c", "1"],
+                               capture_output=True, text=True, env=dict(os.environ, SKVCTL_PROGRESS=every))
+            self.assertEqual(r.returncode, 0, r.stderr)
+            json.loads(r.stdout)
+            said[every] = r.stderr.splitlines()
+        self.assertGreater(len(said["0.001"]), 3)
+        shares = []
+        for line in said["0.001"]:
+            self.assertRegex(line, r"^skvctl: +\d+ %  \d+ of 16 records, \d+ requests in flight$")
+            shares.append(int(line.split()[1]))
+        self.assertEqual(shares, sorted(shares))
+        self.assertEqual((said["0"], said[""]), ([], []))  # never; and this one was done within ten seconds
+
     def test_orders_and_ways(self):
         for order in "tail", "header", "context":
             for way in "score", "generate":

@@ -8,7 +8,6 @@
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "clients/skvctl/words.h"
 
@@ -58,13 +57,6 @@ struct bench {
     struct skv *watch; /* asks for status meanwhile */
     bool asked, broken;
 };
-
-static double now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
-}
 
 static double since(const struct bench *b)
 {

@@ -149,7 +149,9 @@ void table_add(struct table *t, const char *cell);
 void table_rule(struct table *t); /* a line between rows */
 void table_print(struct table *t, FILE *f); /* and free */
 
-/* A progress line on stderr, only when that is a terminal. */
+/* Milliseconds of a clock that is never set. */
+double now_ms(void);
+/* A progress line on stderr; where that is no terminal, a line of its own every ten seconds ($SKVCTL_PROGRESS; 0: none). */
 void progress(double done, double total, const char *note);
 void progress_end(void);
 

@@ -7,7 +7,6 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #define TOP 64
 #define MIN_BUDGET 16
@@ -62,13 +61,6 @@ struct job {
     size_t variant;
     struct dist first_token; /* JOB_RUN by generation */
 };
-
-static double now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
-}
 
 /* ---- the queue ---- */
 

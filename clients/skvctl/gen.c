@@ -7,12 +7,28 @@
 #include <string.h>
 
 #define WAIT_MS 100 /* a Ctrl-C between two looks at the flag is seen this late */
+#define QUICK_MS 500 /* what is there by then needs no sign that something happens */
 
 struct gen {
     struct gen_result *res;
     FILE *to;
     bool done;
+    double began;
 };
+
+/* The way to the first token: a long queue, a long prompt. */
+static void show_progress(const struct gen *g, const struct skv_value *v)
+{
+    const char *phase = skv_str(skv_get(v, "phase"), NULL);
+    double done = skv_num(skv_get(v, "done"), 0), total = skv_num(skv_get(v, "total"), 0);
+
+    if (now_ms() - g->began < QUICK_MS)
+        return;
+    if (phase != NULL && strcmp(phase, "prefill") == 0)
+        progress(done, total, fmt("%s of %s prompt tokens read", fmt_count(done), fmt_count(total)));
+    else
+        progress(done, total, "waiting in the queue");
+}
 
 static void on_note(struct skv *c, int64_t id, const char *method, const struct skv_value *v, void *arg)
 {
@@ -22,8 +38,12 @@ static void on_note(struct skv *c, int64_t id, const char *method, const struct 
 
     (void)c;
     (void)id;
+    if (strcmp(method, "progress") == 0)
+        show_progress(g, v);
     if (strcmp(method, "token") != 0 || len == 0)
         return;
+    if (g->res->text_len == 0)
+        progress_end();
     g->res->text = ctl_grow(g->res->text, g->res->text_len + len + 1, 1);
     memcpy(g->res->text + g->res->text_len, s, len);
     g->res->text_len += len;
@@ -57,6 +77,8 @@ int gen_run(struct ctl *ctl, struct skv_args *take_args, FILE *to, struct gen_re
         return ctl->status;
     }
     ctl_interrupted = 0;
+    g.began = now_ms();
+    skv_arg_bool(take_args, "progress", true);
     id = skv_start(ctl->c, "generate", take_args, &h, &g, &res->err);
     if (id < 0)
         return ctl_error(ctl, &res->err);
@@ -67,8 +89,9 @@ int gen_run(struct ctl *ctl, struct skv_args *take_args, FILE *to, struct gen_re
             skv_cancel(ctl->c, id, NULL);
         }
         if (skv_wait(ctl->c, WAIT_MS, &err) < 0 && !g.done)
-            return ctl_error(ctl, &err);
+            return progress_end(), ctl_error(ctl, &err);
     }
+    progress_end();
     if (skv_reply_error(res->reply) == NULL)
         return CTL_OK;
     res->err = *skv_reply_error(res->reply);

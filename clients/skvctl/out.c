@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <time.h>
 #include <unistd.h>
 #include <wchar.h>
 
@@ -333,15 +334,42 @@ void table_print(struct table *t, FILE *f)
 
 /* ---- progress ---- */
 
+double now_ms(void)
+{
+    struct timespec t;
+
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
+}
+
+#define PROGRESS_S 10
+
 static bool progress_shown;
+
+/* Into a file or a pipe: who looks at it later sees how far it has come, and a short command says nothing. */
+static void progress_line(double share, const char *note)
+{
+    static double last;
+    const char *wish = getenv("SKVCTL_PROGRESS");
+    double now = now_ms(), every = wish != NULL && *wish != '\0' ? strtod(wish, NULL) : PROGRESS_S;
+
+    if (last == 0)
+        last = now;
+    if (!(every > 0) || now - last < every * 1e3)
+        return;
+    last = now;
+    fprintf(stderr, "skvctl: %3.0f %%  %s\n", 100 * share, note);
+}
 
 void progress(double done, double total, const char *note)
 {
     int width, cells;
     char cut[RING_SIZE];
 
-    if (!out_tty(stderr))
+    if (!out_tty(stderr)) {
+        progress_line(total > 0 ? done / total : 0, note);
         return;
+    }
     width = out_width(stderr);
     cells = width < 60 ? 10 : 24;
     clip(cut, sizeof cut, note, strlen(note), width - cells - 10);
