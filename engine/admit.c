@@ -6,9 +6,10 @@
  * who run less than its own go.
  *
  * Places (max_batch) are shared in time: while another user waits who has fewer, a sequence of the user with the most rests. It
- * keeps its lane and pages, and goes on where it was. Memory can't be lent that way, so where several users come, one
- * who runs something leaves the last part of the pool and of the lanes to the others. Pressure falls on idle sessions of
- * the user with the most, least recently used first; another's go only above an even share.
+ * keeps its lane and pages, and goes on where it was. Memory can't be lent that way, so one who runs something leaves the last
+ * part of the pool and of the lanes to the others: room for one request (kv_reserve) to somebody who was never here, more where
+ * several users come. Pressure falls on idle sessions of the user with the most, least recently used first; another's go only
+ * above an even share, and for one who holds nothing at all those too that wait to go on.
  */
 #include <stdio.h>
 #include <string.h>
@@ -20,6 +21,7 @@
 #define TURN_STEPS   32 /* tokens before a place changes hands between users who can't all have as many */
 #define POOL_PART    8  /* one part in so many of the pool is left to other users */
 #define LANE_PART    16 /* and of the lanes */
+#define LANES_MANY   8  /* from so many on, one is left to a user who was never here */
 #define RECENT_US    ((int64_t)3600 * 1000000) /* so long a user is reckoned with */
 #define PER_MILLE    1000
 
@@ -104,16 +106,36 @@ static int64_t more_pages(const struct engine *e, const struct seq *s)
     return more > 0 ? more : 0;
 }
 
+/* What the user of s leaves to others. */
+static int64_t left_pages(const struct engine *e, const struct seq *s)
+{
+    int64_t part = pages_total(e->pages) / POOL_PART, context = e->model.src.dims.max_context, n = e->cfg.kv_reserve, one;
+
+    if (share_of(s)->running == 0)
+        return 0;
+    if (others_about(e, s->uid))
+        return part;
+    n = n < context ? n : context;
+    one = n > 0 ? kvplan_pages(&e->plan, n) + kvplan_transient(&e->plan, n) : 0;
+    return one < part ? one : part;
+}
+
+static int left_lanes(const struct engine *e, const struct seq *s)
+{
+    int all = pages_lanes(e->pages);
+
+    if (share_of(s)->lanes == 0)
+        return 0;
+    if (others_about(e, s->uid))
+        return (all + LANE_PART - 1) / LANE_PART;
+    return e->cfg.kv_reserve > 0 && all >= LANES_MANY;
+}
+
 static bool fits(struct engine *e, const struct seq *s, const struct freed *freed)
 {
-    const struct share *u = share_of(s);
-    int64_t loan = open_transient(e), pages = pages_total(e->pages);
-    int lanes = pages_lanes_free(e->pages) + freed->lanes;
+    int64_t loan = open_transient(e), pages = pages_total(e->pages) - left_pages(e, s);
+    int lanes = pages_lanes_free(e->pages) + freed->lanes - left_lanes(e, s);
 
-    if (others_about(e, s->uid)) {
-        pages -= u->running > 0 ? pages / POOL_PART : 0;
-        lanes -= u->lanes > 0 ? (pages_lanes(e->pages) + LANE_PART - 1) / LANE_PART : 0;
-    }
     if (s->transient > loan)
         loan = s->transient;
     return pages_reserved(e->pages) - freed->pages + more_pages(e, s) + loan <= pages && (s->lane >= 0 || lanes > 0);
@@ -138,17 +160,31 @@ static int64_t claim(struct engine *e, const struct seq *s, const struct seq *as
     return has > PER_MILLE / (e->n_share + (mine->lanes == 0)) ? has : -1;
 }
 
-/* The idle session that goes next. */
+/* A session that does not run, so that its memory can be had for `asks`: an idle one; for a user with nothing also one whose next
+ * request waits. */
+static bool may_go(const struct seq *s, const struct seq *asks)
+{
+    if (s->doomed || s->lane < 0)
+        return false;
+    return s->state == SEQ_IDLE || (s->state == SEQ_WAITING && s->user != asks->user && share_of(asks)->lanes == 0);
+}
+
+static bool goes_before(const struct seq *a, const struct seq *b)
+{
+    return a->state == b->state ? a->t_idle < b->t_idle : a->state == SEQ_IDLE;
+}
+
+/* The session that goes next. */
 static struct seq *next_to_go(struct engine *e, const struct seq *asks)
 {
     struct seq *s, *best = NULL;
     int64_t most = -1;
 
     TAILQ_FOREACH(s, &e->seqs, link) {
-        if (s->state != SEQ_IDLE || s->doomed)
+        if (!may_go(s, asks))
             continue;
         int64_t c = claim(e, s, asks);
-        if (c > most || (c == most && best != NULL && s->t_idle < best->t_idle)) {
+        if (c > most || (c == most && best != NULL && goes_before(s, best))) {
             most = c;
             best = s;
         }
@@ -156,7 +192,19 @@ static struct seq *next_to_go(struct engine *e, const struct seq *asks)
     return best;
 }
 
-/* Idle sessions go until s fits, but none in vain. */
+/* A session's request that waits is failed, and the session with it. */
+static void give_up(struct engine *e, struct seq *s)
+{
+    char name[sizeof s->session];
+
+    memcpy(name, s->session, sizeof name);
+    s->session[0] = '\0'; /* so that it is not kept */
+    sched_fail(e, s, SKV_NOT_FOUND,
+               "session \"%s\" had to be ended: its memory was needed (--kv-memory decides); send the whole conversation again",
+               name);
+}
+
+/* Sessions go until s fits, but none in vain. */
 static bool make_room(struct engine *e, struct seq *s)
 {
     struct freed freed = { 0, 0 };
@@ -180,8 +228,10 @@ static bool make_room(struct engine *e, struct seq *s)
         i->doomed = false;
         share_of(i)->lanes++;
         share_of(i)->pages += i->reserved;
-        if (enough)
+        if (enough && i->state == SEQ_IDLE)
             sched_drop_session(e, i, true);
+        else if (enough)
+            give_up(e, i);
     }
     if (enough)
         count_shares(e);
@@ -211,12 +261,7 @@ static void break_standstill(struct engine *e, struct seq *first)
     TAILQ_FOREACH_REVERSE(s, &e->seqs, seq_list, link) {
         if (s->state != SEQ_WAITING || s->lane < 0 || s == first || claim(e, s, first) < 0)
             continue;
-        char name[sizeof s->session];
-        memcpy(name, s->session, sizeof name);
-        s->session[0] = '\0'; /* so that it is not kept */
-        sched_fail(e, s, SKV_NOT_FOUND,
-                   "session \"%s\" had to be ended: its memory was needed (--kv-memory decides); send the whole conversation again",
-                   name);
+        give_up(e, s);
         return;
     }
     sched_fail(e, first, SKV_OVERLOADED, "%d prompt and %d answer tokens need more KV memory than other users' sessions leave: "
@@ -310,6 +355,21 @@ static void note_bypass(struct seq *const *blocked, int n)
         blocked[i]->bypassed++;
 }
 
+/* Room for one may have cost others of those that were tried their session: they are gone. */
+static int still_there(const struct engine *e, struct seq **blocked, int n)
+{
+    const struct seq *s;
+    int kept = 0;
+
+    for (int i = 0; i < n; i++)
+        TAILQ_FOREACH(s, &e->seqs, link)
+            if (s == blocked[i]) {
+                blocked[kept++] = blocked[i];
+                break;
+            }
+    return kept;
+}
+
 static bool anything_runs(const struct engine *e)
 {
     const struct seq *s;
@@ -342,6 +402,7 @@ void sched_admit(struct engine *e)
             blocked[n_blocked++] = s;
             continue;
         }
+        n_blocked = still_there(e, blocked, n_blocked);
         if (!s->resting)
             note_bypass(blocked, n_blocked);
         s->resting = false;

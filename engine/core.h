@@ -18,6 +18,7 @@
 #include "engine/users.h"
 
 #define PREFILL_PACK 32   /* short prompts in one group at most */
+#define PREFILL_GROUPS 3
 #define DECODE_BATCH_MAX 256
 
 enum cmd_type { CMD_SUBMIT = 0, CMD_CANCEL, CMD_KILL, CMD_PAUSE, CMD_RESUME, CMD_STOP };
@@ -89,8 +90,9 @@ struct engine {
     char why[256];
 
     struct seq_list seqs;
-    struct prefill_group group[2]; /* [0] long ones and whatever comes, [1] short ones that overtake */
-    bool short_turn;
+    /* [0] long ones and whatever comes, [1] short ones that overtake, [2] the long one of a user who has nothing at work yet */
+    struct prefill_group group[PREFILL_GROUPS];
+    int group_turn;            /* whose unit was the last */
     struct lost_session lost[LOST_SESSIONS];
     uint64_t lost_at;
     uint64_t turn;             /* the last that a user was given; even */

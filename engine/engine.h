@@ -46,6 +46,7 @@ struct engine_config {
     int step_ms;              /* target of one iteration while prompts are prefilled and others decode */
     const char *thin;         /* where prompts get thinner: "auto" (NULL), "off", or LAYER:FACTOR,... (engine/thin.h) */
     int session_idle_s;       /* idle sessions end after this; 0: never */
+    int kv_reserve;           /* tokens, prompt and answer, of a request for which a user who runs something leaves room to others; 0: none */
     int64_t max_kv_user;      /* bytes that one user's sequences may need together; 0: no limit */
     struct engine_kv_options kv;
     void (*log)(void *arg, int level, const char *msg); /* level: syslog's; any thread */

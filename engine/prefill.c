@@ -29,21 +29,21 @@ static int seq_rows(const struct seq *s)
 
 /* ---- groups ------------------------------------------------------------------------------------- */
 
-static int64_t group_loan(const struct prefill_group *g)
+/* What groups at work may borrow together. */
+static int64_t loans(const struct engine *e)
 {
     int64_t sum = 0;
 
-    for (int i = 0; g->active && i < g->n_seq; i++)
-        sum += g->seq[i] != NULL ? g->seq[i]->transient : 0;
+    for (const struct prefill_group *g = e->group; g < e->group + PREFILL_GROUPS; g++)
+        for (int i = 0; g->active && i < g->n_seq; i++)
+            sum += g->seq[i] != NULL ? g->seq[i]->transient : 0;
     return sum;
 }
 
-/* May a group that borrows `loan` pages start now, beside the other one? */
+/* May a group that borrows `loan` pages start now, beside the others? */
 static bool loan_fits(struct engine *e, int64_t loan)
 {
-    int64_t out = group_loan(&e->group[0]) + group_loan(&e->group[1]);
-
-    return pages_reserved(e->pages) + out + loan <= pages_total(e->pages);
+    return pages_reserved(e->pages) + loans(e) + loan <= pages_total(e->pages);
 }
 
 static void group_add(struct prefill_group *g, struct seq *s)
@@ -51,6 +51,14 @@ static void group_add(struct prefill_group *g, struct seq *s)
     g->seq[g->n_seq] = s;
     g->row0[g->n_seq++] = g->n_row;
     g->n_row += seq_rows(s);
+}
+
+static bool any_group(const struct engine *e)
+{
+    for (int k = 0; k < PREFILL_GROUPS; k++)
+        if (e->group[k].active)
+            return true;
+    return false;
 }
 
 static bool in_group(const struct prefill_group *g, const struct seq *s)
@@ -61,15 +69,20 @@ static bool in_group(const struct prefill_group *g, const struct seq *s)
     return false;
 }
 
-/* Sequences of a uid whose prompt has begun. */
-static int begun_of(const struct engine *e, uint32_t uid)
+/* Every user's sequences whose prompt has begun. */
+static void count_begun(const struct engine *e)
 {
     const struct seq *s;
-    int n = 0;
 
     TAILQ_FOREACH(s, &e->seqs, link)
-        n += s->uid == uid && (s->state == SEQ_PREFILL || s->state == SEQ_DECODE);
-    return n;
+        s->user->begun = 0;
+    TAILQ_FOREACH(s, &e->seqs, link)
+        s->user->begun += s->state == SEQ_PREFILL || s->state == SEQ_DECODE;
+}
+
+static bool ready(const struct seq *s)
+{
+    return s->state == SEQ_READY && !s->paused && !s->resting;
 }
 
 /* The next READY sequence of at most `rows` rows that is not in the group: in the order of admission, so of the uid with
@@ -79,10 +92,11 @@ static struct seq *best_ready(const struct engine *e, const struct prefill_group
     struct seq *s, *best = NULL;
     int best_begun = 0;
 
+    count_begun(e);
     TAILQ_FOREACH(s, &e->seqs, link) {
-        if (s->state != SEQ_READY || s->paused || s->resting || seq_rows(s) > rows || in_group(g, s))
+        if (!ready(s) || seq_rows(s) > rows || in_group(g, s))
             continue;
-        int begun = begun_of(e, s->uid);
+        int begun = s->user->begun;
         if (best == NULL || begun < best_begun || (begun == best_begun && s->req->priority > best->req->priority)) {
             best = s;
             best_begun = begun;
@@ -91,16 +105,16 @@ static struct seq *best_ready(const struct engine *e, const struct prefill_group
     return best;
 }
 
-/* Start a group with the READY sequence whose turn it is; a short prompt brings others along, up to a tile. `short_only`: of at
- * most a tile. The first is not passed over when its loan has to wait for the other group's end, or it might wait for ever. */
-static bool group_start(struct engine *e, struct prefill_group *g, bool short_only)
+/* Start a group with the READY sequence whose turn it is, of at most `rows` rows; a short prompt brings others along, up to a tile.
+ * The first is not passed over when its loan has to wait for another group's end, or it might wait for ever. */
+static bool group_start(struct engine *e, struct prefill_group *g, int rows)
 {
     struct skv_error err;
     struct seq *s;
     int64_t loan = 0, now = core_now_us(e);
 
     memset(g, 0, sizeof *g);
-    s = best_ready(e, g, short_only ? OPS_TILE : INT_MAX);
+    s = best_ready(e, g, rows);
     while (s != NULL && loan_fits(e, loan + s->transient)) {
         loan += s->transient;
         group_add(g, s);
@@ -110,8 +124,9 @@ static bool group_start(struct engine *e, struct prefill_group *g, bool short_on
         return false;
     g->x = e->ops->state_new(e->be, g->n_row, &err);
     if (g->x == NULL) {
-        for (int i = 0; i < g->n_seq; i++)
+        for (int i = 0; i < g->n_seq && !any_group(e); i++)
             sched_fail(e, g->seq[i], SKV_INTERNAL, "%s", err.msg);
+        memset(g, 0, sizeof *g); /* beside others it can wait for their end */
         return false;
     }
     g->active = true;
@@ -133,7 +148,7 @@ static void group_end(struct engine *e, struct prefill_group *g)
 
 void prefill_leave(struct engine *e, struct seq *s)
 {
-    for (int k = 0; k < 2; k++) {
+    for (int k = 0; k < PREFILL_GROUPS; k++) {
         struct prefill_group *g = &e->group[k];
         int left = 0;
         for (int i = 0; i < g->n_seq; i++) {
@@ -337,34 +352,47 @@ static void unit_run(struct engine *e, struct prefill_group *g)
         group_progress(e, g);
 }
 
-static bool any_ready(const struct engine *e, bool short_only)
+static bool any_ready(const struct engine *e, int rows)
 {
     const struct seq *s;
 
     TAILQ_FOREACH(s, &e->seqs, link)
-        if (s->state == SEQ_READY && !s->paused && !s->resting && (!short_only || seq_rows(s) <= OPS_TILE))
+        if (ready(s) && seq_rows(s) <= rows)
             return true;
     return false;
 }
 
 bool prefill_pending(const struct engine *e)
 {
-    return e->group[0].active || e->group[1].active || any_ready(e, false);
+    return any_group(e) || any_ready(e, INT_MAX);
 }
 
-/* Which group is next: short prompts overtake a long one, but it gets every second unit. */
+/* Is the next READY one of a user who has nothing at work? */
+static bool newcomer_ready(const struct engine *e, const struct prefill_group *g)
+{
+    const struct seq *s = best_ready(e, g, INT_MAX);
+
+    return s != NULL && s->user->begun == 0;
+}
+
+/* Which group is next. Short prompts overtake a long one, and a user's first, long or not, does not wait for another user's long
+ * one; each group at work gets as many units. */
 static struct prefill_group *next_group(struct engine *e)
 {
-    struct prefill_group *first = &e->group[0], *overtaking = &e->group[1];
+    struct prefill_group *first = &e->group[0], *overtaking = &e->group[1], *beside = &e->group[2];
 
-    if (!first->active && any_ready(e, false))
-        group_start(e, first, false);
-    if (first->active && first->n_tile > 1 && !overtaking->active && any_ready(e, true))
-        group_start(e, overtaking, true);
-    e->short_turn = !e->short_turn;
-    if (overtaking->active && (!first->active || e->short_turn))
-        return overtaking;
-    return first->active ? first : NULL;
+    if (!first->active && any_ready(e, INT_MAX))
+        group_start(e, first, INT_MAX);
+    if (first->active && first->n_tile > 1 && !overtaking->active && any_ready(e, OPS_TILE))
+        group_start(e, overtaking, OPS_TILE);
+    if (first->active && first->n_tile > 1 && !beside->active && newcomer_ready(e, beside))
+        group_start(e, beside, INT_MAX);
+    for (int k = 0; k < PREFILL_GROUPS; k++) {
+        e->group_turn = (e->group_turn + 1) % PREFILL_GROUPS;
+        if (e->group[e->group_turn].active)
+            return &e->group[e->group_turn];
+    }
+    return NULL;
 }
 
 bool prefill_slice(struct engine *e, int64_t deadline_us)

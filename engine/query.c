@@ -176,6 +176,7 @@ static int set(struct engine *e, struct engine_request *r, struct engine_answer 
         { "step_ms", &e->cfg.step_ms, 1, 10000 },
         { "max_batch", &e->cfg.max_batch, 1, DECODE_BATCH_MAX },
         { "session_idle_s", &e->cfg.session_idle_s, 0, 86400 * 365 },
+        { "kv_reserve", &e->cfg.kv_reserve, 0, 1 << 24 },
     };
 
     (void)a;
@@ -193,7 +194,7 @@ static int set(struct engine *e, struct engine_request *r, struct engine_answer 
         *setting[i].value = (int)r->set_value;
         return 0;
     }
-    return skv_fail(err, SKV_BAD_REQUEST, "\"%s\" cannot be set while running; step_ms, max_batch, session_idle_s and max_kv_user can",
+    return skv_fail(err, SKV_BAD_REQUEST, "\"%s\" cannot be set while running; step_ms, max_batch, session_idle_s, kv_reserve and max_kv_user can",
                     r->set_name != NULL ? r->set_name : "");
 }
 

@@ -31,6 +31,7 @@ struct user {
     int seqs;               /* sequences, idle sessions too */
     struct share share;
     uint64_t turn;          /* when it was given a place last, counted */
+    int begun;              /* sequences whose prompt has begun; prefill.c counts it */
 };
 
 struct users {

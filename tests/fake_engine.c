@@ -663,6 +663,8 @@ static enum skv_code answer_set(struct engine *e, const struct engine_request *r
         e->cfg.max_batch = (int)r->set_value;
     else if (strcmp(r->set_name, "queue_len") == 0)
         e->cfg.queue_len = (int)r->set_value;
+    else if (strcmp(r->set_name, "kv_reserve") == 0)
+        e->cfg.kv_reserve = (int)r->set_value;
     else if (strcmp(r->set_name, "session_idle_s") == 0)
         e->cfg.session_idle_s = (int)r->set_value;
     else

@@ -71,6 +71,7 @@ static void make_config(struct scenario *sc, uint64_t *x)
     c->queue_len = rig_range(x, 0, 4) == 0 ? 4 : 64;
     c->step_ms = rig_range(x, 1, 40);
     c->session_idle_s = rig_range(x, 0, 2) == 0 ? 1 : 1800;
+    c->kv_reserve = rig_range(x, 0, 2) * 150;
     c->device = device[rig_range(x, 0, 2)];
     /* from pools that hold one small request to pools that hold all */
     c->kv_memory = (int64_t)rig_range(x, 40, 400) * (rig_range(x, 0, 3) == 0 ? 4000 : 1500);

@@ -253,6 +253,161 @@ START_TEST(pool_left_to_others)
 }
 END_TEST
 
+static int count_running(const struct rig *r)
+{
+    const struct seq *s;
+    int n = 0;
+
+    TAILQ_FOREACH(s, &r->e->seqs, link)
+        n += seq_running(s);
+    return n;
+}
+
+/* One user takes all the memory, or all the lanes, that one may; the other was never seen before. Its first token is there in the
+ * second step; without a reserve it waits for an end. */
+START_TEST(stranger_has_room)
+{
+    static const char *const policy[] = { "full", "sparse" };
+
+    for (int p = 0; p < 2; p++)
+        for (int by_lanes = 0; by_lanes < 2; by_lanes++) {
+            int most = 0;
+            for (int reserve = 0; reserve < 2; reserve++) {
+                struct engine_config cfg;
+                struct rig r;
+                int ms;
+                rig_config(&cfg);
+                cfg.kv.policy = policy[p];
+                cfg.kv.budget = p == 0 ? -1 : 64;
+                cfg.kv_reserve = reserve ? 320 : 0;
+                cfg.max_sequences = cfg.max_batch = by_lanes ? 16 : 64;
+                int64_t each = rig_pages_needed(policy[p], cfg.kv.budget, 320);
+                cfg.kv_memory = (by_lanes ? 64 : 16) * each * (int64_t)rig_page_bytes();
+                rig_start(&r, &cfg);
+                for (int i = 0; i < 60; i++)
+                    submit_of(&r, 1, 20, (uint32_t)i, 300);
+                for (int i = 0; i < 5; i++)
+                    rig_step(&r, &ms);
+                int had = count_running(&r);
+                if (reserve) {
+                    ck_assert_int_lt(had, most);
+                    ck_assert_int_ge(had, most - (p == 0 || by_lanes ? 1 : 2)); /* sparse: what it borrows for a moment, too */
+                }
+                most = had;
+                int late = submit_of(&r, 2, 20, 100, 290);
+                int steps = steps_to_first(&r, late);
+                ck_assert_msg(reserve ? steps <= 2 : steps > 100, "%s, lanes %d, reserve %d: %d steps", policy[p], by_lanes, reserve,
+                              steps);
+                rig_run(&r);
+                ck_assert_int_eq(r.req[late].code, SKV_OK);
+                stop(&r);
+            }
+        }
+}
+END_TEST
+
+/* With a reserve larger than the pool: an eighth is what it comes to, and who is alone may still ask for everything at once. */
+START_TEST(reserve_is_bounded)
+{
+    struct engine_config cfg;
+    struct rig r;
+    int ms;
+
+    rig_config(&cfg);
+    cfg.kv.policy = "full";
+    cfg.kv_reserve = 1 << 20;
+    cfg.max_sequences = cfg.max_batch = 64;
+    cfg.kv_memory = 16 * rig_pages_needed("full", -1, 128) * (int64_t)rig_page_bytes();
+    rig_start(&r, &cfg);
+    int all = submit_of(&r, 1, 2000, 1, 48);
+    rig_run(&r);
+    ck_assert_int_eq(r.req[all].code, SKV_OK);
+    for (int i = 0; i < 40; i++)
+        submit_of(&r, 1, 28, (uint32_t)i, 100);
+    rig_step(&r, &ms);
+    ck_assert_int_eq(count_running(&r), 14);
+    rig_run(&r);
+    stop(&r);
+}
+END_TEST
+
+/* One user's sessions hold the whole pool, and all of them go on at once: one runs, the others wait with what they hold. A
+ * stranger has room at once all the same; whose session it cost is told. */
+START_TEST(stranger_before_waiting_sessions)
+{
+    enum { SESSIONS = 15 };
+    struct engine_config cfg;
+    struct rig r;
+    char name[16];
+    int ms, first, failed = 0;
+
+    rig_config(&cfg);
+    cfg.kv.policy = "full";
+    cfg.kv_reserve = 320;
+    cfg.max_sequences = cfg.max_batch = 64;
+    cfg.kv_memory = 16 * rig_pages_needed("full", -1, 320) * (int64_t)rig_page_bytes();
+    rig_start(&r, &cfg);
+    for (int i = 0; i < SESSIONS; i++) {
+        snprintf(name, sizeof name, "s%d", i);
+        submit_session(&r, 1, 316, (uint32_t)i, name);
+        rig_run(&r);
+    }
+    first = r.n;
+    for (int i = 0; i < SESSIONS; i++) {
+        struct engine_request *q = rig_generate(20, (uint32_t)i, 300);
+        q->uid = 1;
+        snprintf(name, sizeof name, "s%d", i);
+        q->session = strdup(name);
+        rig_submit(&r, q);
+    }
+    for (int i = 0; i < 3; i++)
+        rig_step(&r, &ms);
+    ck_assert_int_le(count_running(&r), 2);
+    int late = submit_of(&r, 2, 20, 100, 290);
+    ck_assert_int_le(steps_to_first(&r, late), 2);
+    rig_run(&r);
+    ck_assert_int_eq(r.req[late].code, SKV_OK);
+    for (int i = first; i < late; i++)
+        failed += r.req[i].code == SKV_NOT_FOUND;
+    ck_assert_int_ge(failed, 1);
+    stop(&r);
+}
+END_TEST
+
+/* One user's longest prompts are being read, one after the other. Another's first prompt, too long to be called short, is read
+ * beside them, a unit of theirs to each of its own. */
+START_TEST(strangers_long_prompt)
+{
+    enum { LONG = 2000, LATE = 900 };
+    int64_t alone = 0;
+
+    for (int flood = 0; flood < 2; flood++) {
+        struct engine_config cfg;
+        struct rig r;
+        int ms;
+        rig_config(&cfg);
+        cfg.context = 4096;
+        cfg.step_ms = 1;
+        cfg.kv_reserve = 1024;
+        rig_start(&r, &cfg);
+        for (int i = 0; flood && i < 6; i++)
+            submit_of(&r, 1, LONG, (uint32_t)i, 20);
+        for (int i = 0; flood && i < 3; i++)
+            rig_step(&r, &ms);
+        int late = submit_of(&r, 2, LATE, 100, 10);
+        rig_run(&r);
+        int64_t took = r.req[late].t_first - r.req[late].t_submit;
+        if (flood) {
+            ck_assert_int_lt(took, 3 * alone); /* the longer one's units are the longer ones */
+            for (int i = 0; i < 6; i++)
+                ck_assert_int_gt(r.req[i].order, r.req[late].order);
+        }
+        alone = took;
+        stop(&r);
+    }
+}
+END_TEST
+
 /* A request for the whole pool that waits for its own user's long answers does not hold up other users. */
 START_TEST(giant_stops_its_own)
 {
@@ -390,6 +545,10 @@ int main(void)
     tcase_add_test(c, turns);
     tcase_add_test(c, paused_give_place);
     tcase_add_test(c, pool_left_to_others);
+    tcase_add_test(c, stranger_has_room);
+    tcase_add_test(c, reserve_is_bounded);
+    tcase_add_test(c, stranger_before_waiting_sessions);
+    tcase_add_test(c, strangers_long_prompt);
     tcase_add_test(c, giant_stops_its_own);
     tcase_add_test(c, own_sessions_give_way);
     tcase_add_test(c, no_room_beside_sessions);

@@ -539,6 +539,29 @@ def test_a_flood_of_one_user():
 
 
 @own
+def test_a_stranger_in_a_flood():
+    """One user has asked for all the memory there is, many times over. Another one, never seen before, is answered meanwhile."""
+    if os.getuid() != 0:
+        return
+    memory = "16M" if SANITIZED else "64M"  # four such answers, less the reserve
+    with Running("--kv-memory", memory, "--kv-policy", "full", "--socket-mode", "0666", gguf=heavy_model()) as d:
+        with d.peer(timeout=60 * SLOW) as p, peer_of(d, 65534) as q:
+            solo = ask(p, 20, 12, 9)["tokens"]
+            done = p.call("status")["finished"]
+            ids = [p.start("generate", **greedy(20, 2000, k)) for k in range(8)]
+            for i in ids[:3]:
+                read_tokens(p, i, 2)
+            st = q.call("status")
+            assert (st["running"], st["waiting"]) == (3, 5), st
+            assert ask(q, 20, 12, 9)["tokens"] == solo
+            st = q.call("status")
+            assert (st["running"], st["waiting"], st["finished"]) == (3, 5, done + 1), st
+            for i in ids:
+                p.call("cancel", msgid=i)
+                refused(lambda: p.result(i), "cancelled")
+
+
+@own
 def test_a_users_sessions_stay():
     """One user begins session after session until the memory is full, many times over: the other's only one is still there."""
     if os.getuid() != 0:
