@@ -66,6 +66,9 @@ static const char *enforce(int rules)
 
 static bool uses_gpu(const char *backend)
 {
+#ifndef SKV_CUDA
+    return false;
+#endif
     return backend == NULL || strcmp(backend, "auto") == 0 || strncmp(backend, "cuda", 4) == 0;
 }
 

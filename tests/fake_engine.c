@@ -6,19 +6,22 @@
  *   pre=0      ms of "prefill" before the first       big=0      bytes of text in each token instead
  *   fail=CODE  end with that code after n tokens      eos=1      finish with eos rather than length
  *   wedge=MS   the engine's thread sleeps once        touch=1    read the last page of the model file at every token
- *   dead=1     the device is lost from now on
+ *   dead=1     the device is lost from now on         forbidden=1  try what the sandbox forbids, in both threads; the log has errnos
  * A token is a byte; a model is any file. Sessions are remembered by uid and name until killed. */
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/queue.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -37,7 +40,7 @@ struct job {
     int64_t submitted, next;
     int given, n, delay, big;
     enum skv_code fail;
-    bool eos, paused, cancelled, running, prefilled, touch, dead;
+    bool eos, paused, cancelled, running, prefilled, touch, dead, forbidden;
     int wedge;
     char *text;
     size_t text_len;
@@ -222,6 +225,31 @@ static struct engine_text text_of(const char *s, size_t n)
     return t;
 }
 
+/* ---- what a break-in would try ---------------------------------------------------------------------- */
+
+static int errno_of(long rc)
+{
+    return rc < 0 ? errno : 0;
+}
+
+static void try_forbidden(struct engine *e, const char *thread)
+{
+    char *const argv[] = { "true", NULL };
+    char line[160];
+    int read_file = errno_of(open("/etc/passwd", O_RDONLY | O_CLOEXEC));
+    int write_file = errno_of(open("/var/tmp/skvd-forbidden", O_WRONLY | O_CREAT | O_CLOEXEC, 0600));
+    int inet = errno_of(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    int code = errno_of(mmap(NULL, 4096, PROT_READ | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == MAP_FAILED ? -1 : 0);
+    long child = syscall(SYS_clone, (unsigned long)SIGCHLD, 0, 0, 0, 0);
+
+    if (child == 0)
+        _exit(0);
+    int process = errno_of(child), exec = errno_of(execve("/nowhere/true", argv, argv + 1));
+    snprintf(line, sizeof line, "forbidden thread=%s read=%d write=%d inet=%d code=%d process=%d exec=%d", thread, read_file, write_file,
+             inet, code, process, exec);
+    e->cfg.log(e->cfg.log_arg, 6, line);
+}
+
 /* ---- the script ------------------------------------------------------------------------------------ */
 
 static const char *script_value(const char *s, size_t n, const char *name, char *buf, size_t size)
@@ -270,6 +298,7 @@ static void read_script(struct job *j)
     j->wedge = script_int(s, n, "wedge", 0);
     j->touch = script_int(s, n, "touch", 0) != 0;
     j->dead = script_int(s, n, "dead", 0) != 0;
+    j->forbidden = script_int(s, n, "forbidden", 0) != 0;
     if (script_value(s, n, "fail", code, sizeof code) != NULL)
         j->fail = skv_code_from_name(code);
     j->next = j->submitted + script_int(s, n, "pre", 0);
@@ -433,6 +462,8 @@ static void run_job(struct engine *e, struct job *j, int64_t now)
     }
     if (!j->prefilled) {
         j->prefilled = true;
+        if (j->forbidden)
+            try_forbidden(e, "engine");
         give_progress(e, j, ENGINE_PREFILL, prompt_tokens(j->r));
     }
     if (j->r->kind == ENGINE_SCORE) {
@@ -731,6 +762,8 @@ int engine_submit(struct engine *e, struct engine_request *r, uint64_t *id, stru
         j->submitted = clock_ms();
         read_script(j);
         e->dead = e->dead || j->dead;
+        if (j->forbidden)
+            try_forbidden(e, "loop");
         TAILQ_INSERT_TAIL(&e->jobs, j, link);
         j = NULL;
     } else {

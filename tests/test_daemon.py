@@ -3,6 +3,7 @@
 
 Each test with the shared daemon ends "healthy": a fixed question gets its known answer, no page is in use, and the process
 is still the same one."""
+import errno
 import os
 import re
 import resource
@@ -19,7 +20,8 @@ import traceback
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from skvwire import Daemon, Peer, Refused, pack  # noqa: E402
 
-SKVD = os.path.join(os.environ.get("top_builddir", os.getcwd()), "tests/skvd-fake")
+BUILD = os.environ.get("top_builddir", os.getcwd())
+SKVD = os.path.join(BUILD, "tests/skvd-fake")
 SANITIZED = os.environ.get("SKVD_SANITIZED", "") != ""
 tmp = tempfile.mkdtemp(prefix="skvd-test-")
 MODEL = os.path.join(tmp, "model.bin")
@@ -944,12 +946,72 @@ def test_user_drop():
     try:
         with open("/proc/%d/status" % d.p.pid) as f:
             s = f.read()
-        assert re.search(r"Uid:\s+65534\s+65534\s+65534", s)
+        import pwd
+        who = pwd.getpwnam("nobody")
+        for what, n in ("Uid", who.pw_uid), ("Gid", who.pw_gid):
+            assert re.search(r"%s:(\s+%d){4}\n" % (what, n), s), s
+        assert set(re.search(r"Groups:(.*)", s).group(1).split()) == {str(g) for g in os.getgrouplist("nobody", who.pw_gid)}, s
+        assert re.search(r"CapEff:\s+0+\n", s) and re.search(r"CapPrm:\s+0+\n", s), s
         if not SANITIZED:
             assert "NoNewPrivs:\t1" in s
         healthy(d)
     finally:
         assert d.stop() == 0
+
+
+@own
+def test_sandbox():
+    """What a break-in would try, from the loop's thread and from the engine's: no process, no program, no network, no file."""
+    if SANITIZED:
+        return "a sanitizer's build has no filter"
+    for args in ((), ("--sandbox", "off")):
+        d = daemon(*args)
+        try:
+            with open("/proc/%d/status" % d.p.pid) as f:
+                status = dict(line.split(":\t", 1) for line in f)
+            with d.peer() as p:
+                p.call("generate", prompt="n=1 forbidden=1")
+            tried = {m[0]: dict((k, int(v)) for k, v in (x.split("=") for x in m[1].split()))
+                     for m in re.findall(r"forbidden thread=(\w+) (.*)", d.log())}
+            assert set(tried) == {"loop", "engine"}, tried
+            files = "landlock=on" in d.log()
+            for thread, t in tried.items():
+                if args:
+                    assert t.pop("exec") == errno.ENOENT and not any(t.values()), (thread, t)
+                    continue
+                assert [t[k] for k in ("inet", "code", "process", "exec")] == [errno.EPERM] * 4, (thread, t)
+                assert not files or t["write"] == errno.EACCES, (thread, t)
+                assert not files or thread != "loop" or t["read"] == errno.EACCES, (thread, t)
+            if not args:
+                assert int(status["Seccomp"]) == 2 and int(status["NoNewPrivs"]) == 1, status
+                for task in os.listdir("/proc/%d/task" % d.p.pid):
+                    with open("/proc/%d/task/%s/status" % (d.p.pid, task)) as f:
+                        assert "Seccomp:\t2" in f.read(), task
+            healthy(d)
+        finally:
+            assert d.stop() == 0
+    if os.path.exists("/var/tmp/skvd-forbidden"):
+        os.unlink("/var/tmp/skvd-forbidden")
+
+
+@own
+def test_units():
+    analyze = shutil.which("systemd-analyze")
+    if not analyze:
+        return "needs systemd-analyze"
+    here = os.path.join(tmp, "units")
+    os.mkdir(here)
+    for unit in "skvd.service", "skvd.socket":
+        with open(os.path.join(BUILD, "daemon", unit)) as f, open(os.path.join(here, unit), "w") as to:
+            to.write(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", re.sub(r"(?m)^Documentation=.*\n", "", f.read())))
+    r = subprocess.run([analyze, "verify", "skvd.service", "skvd.socket"], cwd=here, capture_output=True, text=True)
+    said = [x for x in r.stderr.splitlines() if "skvd" in x]  # of our units; a machine may have faulty ones of its own
+    assert r.returncode == 0 and not said, r.stderr
+    r = subprocess.run([analyze, "security", "--offline=true", "--no-pager", "--threshold=15", "skvd.service"], cwd=here,
+                       capture_output=True, text=True)
+    if "unrecognized option" in r.stderr:
+        return "systemd-analyze is too old"
+    assert r.returncode == 0, r.stdout[-200:] + r.stderr  # 1.5 of 10, most of it what talking to others takes
 
 
 # ---- settings, log, metrics ----------------------------------------------------------------------------
