@@ -106,18 +106,20 @@ static int64_t more_pages(const struct engine *e, const struct seq *s)
     return more > 0 ? more : 0;
 }
 
+int64_t core_reserve(const struct engine *e, int64_t pages)
+{
+    int64_t context = e->model.src.dims.max_context, n = e->cfg.kv_reserve < context ? e->cfg.kv_reserve : context;
+    int64_t one = n > 0 ? kvplan_pages(&e->plan, n) + kvplan_transient(&e->plan, n) : 0;
+
+    return one < pages / POOL_PART ? one : pages / POOL_PART;
+}
+
 /* What the user of s leaves to others. */
 static int64_t left_pages(const struct engine *e, const struct seq *s)
 {
-    int64_t part = pages_total(e->pages) / POOL_PART, context = e->model.src.dims.max_context, n = e->cfg.kv_reserve, one;
-
     if (share_of(s)->running == 0)
         return 0;
-    if (others_about(e, s->uid))
-        return part;
-    n = n < context ? n : context;
-    one = n > 0 ? kvplan_pages(&e->plan, n) + kvplan_transient(&e->plan, n) : 0;
-    return one < part ? one : part;
+    return others_about(e, s->uid) ? pages_total(e->pages) / POOL_PART : core_reserve(e, core_pages(e));
 }
 
 static int left_lanes(const struct engine *e, const struct seq *s)

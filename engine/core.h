@@ -97,6 +97,7 @@ struct engine {
     uint64_t lost_at;
     uint64_t turn;             /* the last that a user was given; even */
     int n_share;               /* users that hold a lane */
+    int64_t reserve_pages;     /* of the pool, beside those of kv_memory */
     struct recent_user recent[2]; /* the last two who asked for something, the latest first */
 
     /* one step's flat arrays, at addresses that stay */
@@ -131,10 +132,19 @@ static inline void core_waited(struct engine *e, uint32_t uid)
     atomic_fetch_sub(&e->queued, 1);
     users_waited(&e->users, uid);
 }
+/* Pages that one user alone may fill: those of kv_memory. */
+static inline int64_t core_pages(const struct engine *e)
+{
+    return pages_total(e->pages) - e->reserve_pages;
+}
 static inline size_t core_head(const struct engine *e, int lane, int layer, int head)
 {
     return ((size_t)lane * e->model.src.dims.n_layer + layer) * e->model.src.dims.n_kv + head;
 }
+
+/* --- admit.c --- */
+/* Pages that a user who runs something leaves to a stranger, out of a pool of so many: of a request of kv_reserve tokens. */
+int64_t core_reserve(const struct engine *e, int64_t pages);
 
 /* --- command.c --- */
 /* Carry out all commands there are. */

@@ -127,6 +127,17 @@ static int64_t useful_pages(const struct engine *e)
     return (int64_t)e->cfg.max_sequences * d->n_layer * d->n_kv * pages_for(d->max_context);
 }
 
+/* Pages beside kv_memory for a stranger's first request, so that kv_memory is what one user may fill. Where all that there is was
+ * taken, there are none beside it: the room is kept free in it. */
+static int64_t reserve_beside(const struct engine *e, int64_t n)
+{
+    int64_t most = useful_pages(e) < UINT32_MAX - 1 ? useful_pages(e) : UINT32_MAX - 1, reserve = core_reserve(e, n);
+
+    if (e->cfg.kv_memory <= 0)
+        return 0;
+    return n + reserve < most ? reserve : most - n;
+}
+
 static int take_pool(struct engine *e, enum kern_kv_dtype dtype, struct skv_error *err)
 {
     const struct ops_dims *d = &e->model.src.dims;
@@ -148,13 +159,14 @@ static int take_pool(struct engine *e, enum kern_kv_dtype dtype, struct skv_erro
                         (long long)(least * (int64_t)page.bytes / 1024), d->n_layer);
     if (n > UINT32_MAX - 1)
         n = UINT32_MAX - 1;
-    e->kv = e->ops->kv_init(e->be, (uint32_t)n, err);
+    e->reserve_pages = reserve_beside(e, n);
+    e->kv = e->ops->kv_init(e->be, (uint32_t)(n + e->reserve_pages), err);
     if (e->kv == NULL)
         return -1;
     e->pages = pages_new(e->ops, e->be, e->kv, d, e->cfg.max_sequences, err);
     if (e->pages == NULL)
         return -1;
-    atomic_store(&e->stats.pages_total, n);
+    atomic_store(&e->stats.pages_total, n + e->reserve_pages);
     if (longest < d->max_context)
         core_log(e, 4, "KV memory of %lld MiB holds sequences of up to %lld tokens; the context is %d", (long long)(bytes >> 20),
                  (long long)longest, d->max_context);
@@ -199,7 +211,7 @@ static void log_plan(struct engine *e)
 {
     const struct ops_dims *d = &e->model.src.dims;
     struct policy_params p = policy_full.defaults;
-    int64_t total = pages_total(e->pages);
+    int64_t total = core_pages(e);
     struct kvplan full;
     int n_full = 0;
 

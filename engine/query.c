@@ -97,8 +97,8 @@ static int kv(struct engine *e, struct engine_request *r, struct engine_answer *
     a->kv.slots_per_page = KERN_PAGE_SLOTS;
     a->kv.token_bytes_full = (int64_t)kern_page_slot_bytes(&e->kv->page) * d->n_layer * d->n_kv;
     a->kv.fit_context = d->max_context;
-    a->kv.fit_plan = (int)kvplan_fit(&e->plan, total, d->max_context);
-    a->kv.fit_full = (int)kvplan_fit(&full, total, d->max_context);
+    a->kv.fit_plan = (int)kvplan_fit(&e->plan, core_pages(e), d->max_context);
+    a->kv.fit_full = (int)kvplan_fit(&full, core_pages(e), d->max_context);
     snprintf(a->kv.dtype, sizeof a->kv.dtype, "%s", e->dtype);
     kvplan_fini(&full);
     return 0;

@@ -369,7 +369,7 @@ static int check_share(struct engine *e, struct seq *s, struct skv_error *err)
 void sched_enqueue(struct engine *e, struct seq *s)
 {
     struct skv_error err;
-    int64_t need, total = pages_total(e->pages);
+    int64_t need, total = core_pages(e);
     double kib = (double)e->kv->page.bytes / 1024;
 
     if (check_size(e, s, &err) < 0 || (s->has_plan ? check_session_plan(s, &err) : make_plan(e, s, &err)) < 0 ||
