@@ -140,7 +140,7 @@ struct cuda {
     kern_page_layout page;
 
     ops_kv kv;               // host mirrors, owned here
-    std::vector<uint32_t> s_table;  // what the device has
+    std::vector<uint32_t> s_table;  // what the device has, or will have once what is noted has run
     std::vector<int32_t> s_len, s_cap, s_victim;
     std::vector<kv_change> change[CU_MAX_TP];
     std::vector<uint32_t> clear;

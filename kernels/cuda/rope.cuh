@@ -81,8 +81,8 @@ __device__ __forceinline__ void head_norm_rope(const rope_params &p, float *v, c
 }
 
 // qkv [n_row][n_head + 2 n_kv][head_dim] f32. Q is rotated in place (and copied to q16 as bf16 [n_row][n_head][hd]
-// when given); K and V go to their slots with position and score 0. One warp a head; grid (heads / 4, n_row);
-// shared memory: 4 head_dim floats.
+// when given); K and V go to their slots with position and score 0. Without q16, in a decode step, a head whose row brings a new
+// slot grows by it. One warp a head; grid (heads / 4, n_row); shared memory: 4 head_dim floats.
 template <int DT>
 __global__ void __launch_bounds__(ROPE_WARPS * 32)
     rope_store(rope_params p, kv_view kv, pass_view pass, int layer, float *qkv, unsigned short *q16)
@@ -115,6 +115,8 @@ __global__ void __launch_bounds__(ROPE_WARPS * 32)
     int slot = pass.slot[r * kv.n_kv + kh];
     if (slot < 0)
         slot = kv.victim[idx];
+    else if (!q16 && !is_v && lane == 0)
+        kv.len[idx] = slot + 1;
     if (slot < 0) // no victim: by contract only in a padding row
         return;
     unsigned char *page = kv_page(kv, idx, slot / KERN_PAGE_SLOTS);

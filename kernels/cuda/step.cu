@@ -190,9 +190,14 @@ void cu_step_attn_in(cuda *c, int layer, const ops_pass *pass, const float *x, c
     step_begin(c, pass, x);
     for (int i = 0; i < pass->n_seg; i++) {
         const ops_seg &s = pass->seg[i];
+        for (int h = 0; h < c->d.n_kv; h++) {
+            size_t at = cu_kv_at(c, s.lane, layer, h);
+            int to = slot[(size_t)s.row0 * c->d.n_kv + h];
+            if (to >= 0) // the device will have counted it by itself
+                c->s_len[at] = to + 1;
+            c->step_most = std::max(c->step_most, c->kv.len[at]);
+        }
         cu_kv_diff(c, s.lane, layer);
-        for (int h = 0; h < c->d.n_kv; h++)
-            c->step_most = std::max(c->step_most, c->kv.len[cu_kv_at(c, s.lane, layer, h)]);
     }
     for (cu_rank &r : c->rank) {
         int32_t *to = in_block<int32_t>(r.step_h, r.at.slot) + (size_t)layer * c->D * r.n_kv;

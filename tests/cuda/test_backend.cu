@@ -4,6 +4,8 @@
 
 #include <string>
 
+#include "kernels/cuda/backend.h"
+
 extern "C" {
 #include "kernels/blocks.h"
 #include "kernels/ops.h"
@@ -244,6 +246,7 @@ struct runner {
         std::vector<int32_t> tok(n), row(n), slot((size_t)m.d.n_layer * n * nk);
         std::vector<ops_seg> seg(n);
         std::vector<float> logits((size_t)n * m.d.n_vocab);
+        uint32_t pages_before = next;
         for (int i = 0; i < n; i++) {
             int pos = (int)s.prompts[lane[i]].size() + (int)out.token[lane[i]].size() - 1;
             tok[i] = out.token[lane[i]].back();
@@ -289,6 +292,13 @@ struct runner {
             o->sample(be, x, row.data(), n, choice.data(), nullptr);
             for (ops_sample &c : choice) // nobody has waited, and the shim's streams are lazy
                 CHECK(c.token == -7);
+            // What the host tells the device of tables: new pages, and after a selection caps. Lengths it counts itself.
+            if (out.rows.size() > 0 && tp_now == 1 && !o->failed(be)) {
+                const cu_rank &r = static_cast<cuda *>(be)->rank[0];
+                int32_t changes;
+                memcpy(&changes, r.step_h + r.at.n_change, sizeof changes);
+                CHECK(changes == (int)(next - pages_before));
+            }
             std::fill(row.begin(), row.end(), 0); // read before
             uint32_t spare = kv->n_pages - 1;
             o->page_clear(be, &spare, 1); // what may be asked for in between goes into the next step
