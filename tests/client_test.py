@@ -2,6 +2,7 @@
 """skvctl's commands against tests/fake_skvd.py: what they print, what they send, how they exit."""
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -500,6 +501,17 @@ class Cancel(WithFake):
                 time.sleep(0.05)
             self.d.ctl("cancel", *(args or [str(self.d.json("ps")[0]["id"])]))
             self.assertEqual(p.wait(20), 1)
+
+
+class LongPrompt(WithFake):
+    args = ("--delay-ms", "1200")
+
+    def test_run_says_how_much_is_read(self):
+        for every, said in ("0.001", True), ("", False):
+            r = subprocess.run([SKVCTL, "-s", self.d.socket, "run", "-n", "1", "word " * 50], stdin=subprocess.DEVNULL,
+                               capture_output=True, text=True, env=dict(os.environ, SKVCTL_PROGRESS=every))
+            self.assertEqual((r.returncode, r.stdout), (0, "G\n"), r.stderr)
+            self.assertEqual(bool(re.search(r"skvctl: +75 %  \d+ of \d+ prompt tokens read\n", r.stderr)), said, r.stderr)
 
 
 class Shutdown(unittest.TestCase):

@@ -125,7 +125,10 @@ class Server:
         ids, text, first = [], "", None
         finish = "eos"
         try:
-            await asyncio.sleep(self.opts.delay_ms / 1000)
+            for k in range(4):
+                if a.get("progress"):
+                    conn.notify("progress", [msgid, {"phase": "prefill", "done": k * len(prompt) // 4, "total": len(prompt)}])
+                await asyncio.sleep(self.opts.delay_ms / 4000)
             words = [m["content"] for m in a.get("messages", [])]
             source = tokenize(" / ".join(words)) if words and "ECHO" in words[-1] else tokenize(ANSWER)
             if a.get("ignore_eos"):

@@ -19,12 +19,11 @@ struct gen {
 /* The way to the first token: a long queue, a long prompt. */
 static void show_progress(const struct gen *g, const struct skv_value *v)
 {
-    const char *phase = skv_str(skv_get(v, "phase"), NULL);
     double done = skv_num(skv_get(v, "done"), 0), total = skv_num(skv_get(v, "total"), 0);
 
     if (now_ms() - g->began < QUICK_MS)
         return;
-    if (phase != NULL && strcmp(phase, "prefill") == 0)
+    if (skv_str_is(skv_get(v, "phase"), "prefill"))
         progress(done, total, fmt("%s of %s prompt tokens read", fmt_count(done), fmt_count(total)));
     else
         progress(done, total, "waiting in the queue");
