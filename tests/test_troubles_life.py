@@ -547,6 +547,9 @@ def test_a_stranger_in_a_flood():
     with Running("--kv-memory", memory, "--kv-policy", "full", "--socket-mode", "0666", gguf=heavy_model()) as d:
         with d.peer(timeout=60 * SLOW) as p, peer_of(d, 65534) as q:
             solo = ask(p, 20, 12, 9)["tokens"]
+            for n in 0, 1024:
+                p.call("set", **{"kv-reserve": n})
+                assert p.call("get")["kv-reserve"] == n
             done = p.call("status")["finished"]
             ids = [p.start("generate", **greedy(20, 2000, k)) for k in range(8)]
             for i in ids[:3]:
