@@ -196,7 +196,7 @@ static void print_table(const struct args *a, const struct column *col, int n, c
     }
     printf("\nTTFT and gap between two tokens are medians; a client sends its next request when the last one has ended.\n"
            "This is a model, not a measurement: the real scheduler and KV memory with a clock that counts bytes, products and\n"
-           "launches. Its formula is checked on the CPU backend's measured step times (one core: within 11 %%, tests/bench_sim); the\n"
+           "launches. Its formula is checked on the CPU backend's measured step times (one core: within 9 %%, tests/bench_sim); the\n"
            "GPUs' figures are data sheets' times assumed shares (skvd-plan --list), checked on no GPU.\n");
 }
 
