@@ -4,7 +4,6 @@
 
 #include <immintrin.h>
 #include <math.h>
-#include <stdbool.h>
 #include <string.h>
 
 #include "kernels/isa_attn.h"

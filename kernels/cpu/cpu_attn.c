@@ -98,7 +98,7 @@ int cpu_attn_init(struct cpu *c, struct skv_error *err)
         return skv_fail(err, SKV_NO_MEMORY, "no memory for attention");
     aw->hd = (c->d.head_dim + 15) & ~15;
     aw->max_slots = c->cfg.max_pages * SLOTS;
-    /* A record: logits [g][256], o [g][hd], m [g], l [g]. */
+    /* A record: logits [g][256], o [g][hd], m [g], l [g], w [g]. */
     aw->rec_floats = align64((c->g * (KERN_ATTN_BLOCK + aw->hd + 3)) * sizeof(float)) / sizeof(float);
     size_t lane = (size_t)c->d.n_kv * ((aw->max_slots + KERN_ATTN_BLOCK - 1) / KERN_ATTN_BLOCK);
     aw->n_rec = DECODE_WORK / (aw->rec_floats * sizeof(float));
@@ -421,7 +421,7 @@ struct attn_rec {
     float *s; /* [g][KERN_ATTN_BLOCK]: logits, then 2^(s - m) */
     float *o; /* [g][hd] */
     float *m, *l; /* [g] */
-    float *w; /* [g]: 2^(m - maximum of all) / l of all, once the splits are merged */
+    float *w; /* [g]: 2^(m - maximum of all), once the splits are merged */
 };
 
 static struct attn_rec rec_at(const struct cpu *c, int i)
@@ -457,19 +457,18 @@ static void decode_merge(const struct cpu *c, int rec0, int n_split)
         }
         to.m[j] = max;
         to.l[j] = 1 / to.l[j];
-        for (int i = 0; i < n_split; i++)
-            rec_at(c, rec0 + i).w[j] *= to.l[j];
     }
 }
 
 static void decode_score(const struct cpu *c, const struct kern_rule *rule, const uint32_t *table, int len, int rec0)
 {
     const struct kern_page_layout *pl = &c->kv.page;
+    const float *inv_l = rec_at(c, rec0).l;
     for (int i = 0; i < len; i += SLOTS) {
         struct attn_rec rec = rec_at(c, rec0 + i / KERN_ATTN_BLOCK);
         if (i % KERN_ATTN_BLOCK == 0)
             for (int j = 0; j < c->g; j++)
-                rec.w[j] *= rule->weight / c->g;
+                rec.w[j] = rec.w[j] * inv_l[j] * (rule->weight / c->g);
         float *score = (float *)(cpu_page(c, table[i / SLOTS]) + pl->score);
         c->isa->att.probs(rec.s + i % KERN_ATTN_BLOCK, c->g, min_int(len - i, SLOTS), rec.w, rule->decay, score);
     }
