@@ -382,14 +382,14 @@ static int grow_input(struct client *c)
     return 0;
 }
 
-/* One complete frame of n bytes is at the front of the buffer. */
-static void one_frame(struct client *c, size_t n)
+/* One complete frame: n bytes of the buffer, from `at` on. */
+static void one_frame(struct client *c, size_t at, size_t n)
 {
     struct wire_msg m;
     struct skv_error err;
 
     c->srv->counters.frames++;
-    if (wire_parse(c->in, n, &m, &err) != 0) {
+    if (wire_parse(c->in + at, n, &m, &err) != 0) {
         if (err.code == SKV_NO_MEMORY)
             client_drop(c, DROP_MEMORY, "no memory to read its message");
         else
@@ -400,45 +400,57 @@ static void one_frame(struct client *c, size_t n)
     wire_msg_fini(&m);
 }
 
-/* Take the frames that are complete; stops when the client is paused, dead or has had its turn. */
-static void take_frames(struct client *c)
+/* The first n bytes have been dealt with: what is left moves to the front, once for all frames of a turn. */
+static void in_consume(struct client *c, size_t n)
 {
+    if (n > 0)
+        memmove(c->in, c->in + n, c->in_len - n);
+    c->in_len -= n;
+    if (c->in_len > 0) {
+        if (c->frame_since_ms == 0)
+            c->frame_since_ms = now_ms();
+        return;
+    }
+    c->frame_since_ms = 0;
+    if (c->in_cap > KEEP_IN_BYTES) {
+        free(c->in);
+        c->in = NULL;
+        c->in_cap = 0;
+    }
+}
+
+/* Take the frames that are complete; stops when the client is paused, dead or has had its turn. True: it has had its turn with
+ * bytes left, and nothing more is to be read from it before the next one. */
+static bool take_frames(struct client *c)
+{
+    size_t at = 0; /* where the first frame begins */
     int frames = 0;
 
-    while (!c->dead && !c->closing && !c->paused && c->in_seen < c->in_len) {
+    while (!c->dead && !c->closing && !c->paused && at + c->in_seen < c->in_len && frames < FRAMES_A_TURN) {
         struct skv_error err;
         size_t used;
-        enum scan_status st = scan_feed(&c->scan, c->in + c->in_seen, c->in_len - c->in_seen, &used, &err);
+        enum scan_status st = scan_feed(&c->scan, c->in + at + c->in_seen, c->in_len - at - c->in_seen, &used, &err);
 
         if (st == SCAN_FAIL) {
             client_fault(c, &err);
-            return;
+            return false;
         }
         c->in_seen += used;
         if (st == SCAN_MORE)
             break;
-        one_frame(c, c->in_seen);
+        one_frame(c, at, c->in_seen);
         if (c->dead)
-            return;
-        memmove(c->in, c->in + c->in_seen, c->in_len - c->in_seen);
-        c->in_len -= c->in_seen;
+            return false;
+        at += c->in_seen;
         scan_start(c);
         c->frame_since_ms = 0;
-        if (++frames == FRAMES_A_TURN && c->in_len > 0) {
-            event_active(c->rd, EV_READ, 0);
-            break;
-        }
+        frames++;
     }
-    if (c->in_len == 0) {
-        c->frame_since_ms = 0;
-        if (c->in_cap > KEEP_IN_BYTES) {
-            free(c->in);
-            c->in = NULL;
-            c->in_cap = 0;
-        }
-    } else if (c->frame_since_ms == 0) {
-        c->frame_since_ms = now_ms();
-    }
+    in_consume(c, at);
+    if (frames < FRAMES_A_TURN || c->in_len == 0)
+        return false;
+    event_active(c->rd, EV_READ, 0);
+    return true;
 }
 
 /* The peer has closed its end. It may still read: then its requests go on. */
@@ -465,7 +477,8 @@ static void on_read(evutil_socket_t fd, short what, void *arg)
     if (c->dead || c->closing)
         return;
     c->active_ms = now_ms();
-    take_frames(c); /* left from the last turn */
+    if (take_frames(c)) /* left from the last turn */
+        return;
     for (int i = 0; i < READ_ROUNDS && !c->dead && !c->closing && !c->eof; i++) {
         size_t n;
         ssize_t r;
@@ -490,8 +503,7 @@ static void on_read(evutil_socket_t fd, short what, void *arg)
             return;
         }
         c->in_len += (size_t)r;
-        take_frames(c);
-        if ((size_t)r < n)
+        if (take_frames(c) || (size_t)r < n)
             return;
     }
 }

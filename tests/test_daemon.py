@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import resource
+import select
 import shutil
 import signal
 import socket
@@ -14,6 +15,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 
@@ -373,6 +375,54 @@ def test_odd_but_sound(d):
         p.raw(pack([2, "whatever", [1, 2, 3]]))    # a notification that means nothing here
         p.raw(pack([2, "cancel", [{"msgid": "x"}]]))
         assert p.call("hello")["server"] == "skvd"
+
+
+def test_a_flood_of_frames(d):
+    """One client sends tiny messages as fast as the socket takes them: it is read no faster than they are handled, and others are
+    answered meanwhile."""
+    before = rss_kb(d.p.pid)
+    blob, stop = pack([2, "x", []]) * 100000, threading.Event()
+
+    def flood():
+        with d.peer(timeout=1) as p:
+            while not stop.is_set():
+                try:
+                    p.s.send(blob)
+                except socket.timeout:
+                    pass
+
+    t = threading.Thread(target=flood)
+    t.start()
+    try:
+        with d.peer(timeout=30) as p:
+            for _ in range(20):
+                assert p.call("generate", prompt="n=3")["completion_tokens"] == 3
+                time.sleep(0.02)
+            assert SANITIZED or rss_kb(d.p.pid) - before < 4000, "what is not handled yet piles up"
+    finally:
+        stop.set()
+        t.join()
+    with d.peer() as p:
+        i = [p.start("hello") for _ in range(1000)]  # and none is lost of those that are answered, in their order
+        assert all(p.result(k) for k in i)
+        p.raw(pack([0, 5000, "hello", []]) * 1 + blob[:5000] + pack([0, 5001, "hello", []]))
+        p.s.shutdown(socket.SHUT_WR)
+        assert p.result(5000) and p.result(5001) and p.message() is None
+
+
+def test_a_flood_of_many(d):
+    """Each of many clients has sent ten thousands of messages: who comes with one is answered before any of them is done."""
+    n = 5 if SANITIZED else 40
+    with d.peer(timeout=60) as p:
+        many = [d.peer(timeout=60) for _ in range(n)]
+        for m in many:
+            m.raw(pack([2, "x", []]) * 30000 + pack([0, 1, "hello", []]))
+        assert p.call("hello")
+        done = select.select([m.s for m in many], [], [], 0)[0]
+        assert len(done) < n / 2, "%d of %d are done" % (len(done), n)
+        for m in many:
+            assert m.result(1)
+            m.close()
 
 
 def test_thousand_idle(d):
