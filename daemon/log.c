@@ -5,9 +5,11 @@
 #include <poll.h>
 #include <stdarg.h>
 #include <stdatomic.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -20,6 +22,7 @@ static _Atomic int log_fd = STDERR_FILENO;
 static _Atomic int max_level = LOG_INFO;
 static _Atomic long lost, lost_told;
 static char *log_path;
+static bool to_journal;
 
 static const char *level_name(int level)
 {
@@ -35,12 +38,27 @@ static int open_file(const char *path)
     return open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0640);
 }
 
+/* systemd names the device and inode of the stream that leads to its journal. */
+static bool is_journal(int fd)
+{
+    const char *stream = getenv("JOURNAL_STREAM");
+    struct stat st;
+    char id[64];
+
+    if (stream == NULL || fstat(fd, &st) != 0)
+        return false;
+    snprintf(id, sizeof id, "%ju:%ju", (uintmax_t)st.st_dev, (uintmax_t)st.st_ino);
+    return strcmp(id, stream) == 0;
+}
+
 int log_open(const char *file, struct skv_error *err)
 {
     int fd;
 
-    if (file == NULL || *file == '\0')
+    if (file == NULL || *file == '\0') {
+        to_journal = is_journal(STDERR_FILENO);
         return 0;
+    }
     if (strcmp(file, "syslog") == 0) {
         openlog("skvd", LOG_PID | LOG_NDELAY, LOG_DAEMON);
         target = LOG_TO_SYSLOG;
@@ -110,11 +128,13 @@ static size_t prefix(char *buf, size_t size, int level)
 {
     struct timespec ts;
     struct tm tm;
-    size_t n;
+    size_t n = 0;
 
+    if (to_journal)
+        n = (size_t)snprintf(buf, size, "<%d>", level); /* it takes this off, as the line's priority */
     clock_gettime(CLOCK_REALTIME, &ts);
     gmtime_r(&ts.tv_sec, &tm);
-    n = strftime(buf, size, "%Y-%m-%dT%H:%M:%S", &tm);
+    n += strftime(buf + n, size - n, "%Y-%m-%dT%H:%M:%S", &tm);
     n += (size_t)snprintf(buf + n, size - n, ".%03ldZ %s ", ts.tv_nsec / 1000000, level_name(level));
     return n;
 }

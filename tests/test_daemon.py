@@ -1153,6 +1153,20 @@ def test_log_pipe_nobody_reads():
 
 
 @own
+def test_log_to_the_journal():
+    """Lines for systemd's journal begin with their level, lines for any other file do not."""
+    path = os.path.join(tmp, "d%d.log" % (counter + 1))
+    with open(path, "w") as f:
+        st = os.fstat(f.fileno())
+    for known in True, False:
+        d = daemon(env={"JOURNAL_STREAM": "%d:%d" % (st.st_dev, st.st_ino)})
+        assert d.stop() == 0
+        lines = d.log().splitlines()
+        assert lines and all(re.match(r"<[3-7]>\d{4}-" if known else r"\d{4}-", x) for x in lines), lines
+        assert any(x.startswith("<6>" if known else "2") and " info ready " in x for x in lines), lines
+
+
+@own
 def test_log_lines():
     d = daemon()
     try:
