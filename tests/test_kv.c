@@ -1,7 +1,8 @@
 /* test_kv.c - what the KV memory promises, promise by promise, with a tiny random model on the CPU: the same kept sets alone and among 20 and
- * however slices fall; the peak of a prefill, and what is held after it; pins and the system turn; heads of different lengths;
- * bytes; a refusal with numbers. With either cache. */
+ * however slices fall; that freed pages are never read; the peak of a prefill, and what is held after it; pins and the system turn;
+ * heads of different lengths; bytes; a refusal with numbers. With either cache. */
 #include <check.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,6 +10,7 @@
 
 #include "engine/core.h"
 #include "engine/step.h"
+#include "kernels/cpu/cpu.h"
 #include "tests/engine_client.h"
 #include "tests/random_model.h"
 
@@ -110,6 +112,127 @@ START_TEST(alone_and_among_twenty)
     }
     engine_free(solo);
     engine_free(all);
+}
+END_TEST
+
+/* ---- pages that are free ------------------------------------------------------------------------------------------ */
+
+static struct {
+    struct engine *e;
+    struct ops ops;
+    void (*attn_in)(void *be, int layer, const struct ops_pass *pass, const float *x, const int32_t *slot);
+    unsigned char *held; /* [n_pages] */
+    int64_t pages;       /* spoiled in all */
+} spoiler;
+
+/* Every page that is in no table: bytes that are NaN as a number of any kind, and no position. */
+static void spoil_free_pages(void)
+{
+    const struct engine *e = spoiler.e;
+    const struct ops_dims *d = &e->model.src.dims;
+
+    memset(spoiler.held, 0, e->kv->n_pages);
+    for (int lane = 0; lane < pages_lanes(e->pages); lane++)
+        for (int l = 0; l < d->n_layer; l++)
+            for (int h = 0; h < d->n_kv; h++) {
+                const uint32_t *table = e->kv->table + core_head(e, lane, l, h) * (size_t)e->kv->max_pages;
+                for (int64_t k = pages_head_held(e->pages, lane, l, h); k-- > 0;)
+                    spoiler.held[table[k]] = 1;
+            }
+    for (uint32_t i = 0; i < e->kv->n_pages; i++)
+        if (!spoiler.held[i]) {
+            memset(cpu_page(e->be, i), 0xff, e->kv->page.bytes);
+            spoiler.pages++;
+        }
+}
+
+static void spoil_and_attn_in(void *be, int layer, const struct ops_pass *pass, const float *x, const int32_t *slot)
+{
+    spoil_free_pages();
+    spoiler.attn_in(be, layer, pass, x, slot);
+}
+
+/* An engine whose free pages are spoiled before every layer of every pass. */
+static struct engine *start_spoiled(const struct engine_config *c)
+{
+    struct skv_error err;
+    struct engine *e = engine_new(c, &err);
+
+    ck_assert_msg(e != NULL, "%s", err.msg);
+    spoiler.e = e;
+    spoiler.ops = *e->ops;
+    spoiler.attn_in = e->ops->attn_in;
+    spoiler.ops.attn_in = spoil_and_attn_in;
+    spoiler.held = malloc(e->kv->n_pages);
+    spoiler.pages = 0;
+    e->ops = &spoiler.ops;
+    ck_assert_int_eq(pthread_create(&e->thread, NULL, step_thread, e), 0);
+    e->thread_started = true;
+    return e;
+}
+
+static struct engine_request *users_request(uint32_t uid, int i, const char *policy)
+{
+    struct engine_request *q = one_of_many(i, policy);
+
+    q->uid = uid;
+    q->logprobs = 3;
+    return q;
+}
+
+static void same_answer(const struct client_reply *a, const struct client_reply *b)
+{
+    ok(a);
+    ok(b);
+    ck_assert_int_eq(a->n_events, b->n_events);
+    for (int i = 0; i < a->n_events; i++) {
+        ck_assert_int_eq(a->token[i].token, b->token[i].token);
+        ck_assert_mem_eq(&a->token[i].logprob, &b->token[i].logprob, sizeof a->token[i].logprob);
+        for (int k = 0; k < 3; k++)
+            ck_assert_mem_eq(&a->token[i].top[k].logprob, &b->token[i].top[k].logprob, sizeof a->token[i].top[k].logprob);
+    }
+}
+
+/* What others left in the pool, or leave there while one is at work, is in nobody's answer, distribution, kept set or scores: free
+ * pages full of NaN change no bit of them. Lengths: within a page, its edge, one that prefills in tiles and sheds most of it. */
+START_TEST(freed_pages_are_not_read)
+{
+    static const int mine[] = { 2, 3, 8, 19 }, others[] = { 18, 1, 12 };
+    enum { MINE = 4, OTHERS = 3 };
+    struct engine_config c = config(_i % 3 < 2 ? dtypes[_i % 3] : NULL);
+    const char *policy = policies[_i / 3];
+    struct engine_request *q[MINE + OTHERS];
+    struct client_reply *r[MINE + OTHERS];
+
+    c.compute_f32 = _i % 3 == 2;
+    c.kv_memory = c.compute_f32 ? 8 << 20 : 4 << 20;
+    struct engine *plain = client_start(&c), *spoiled = start_spoiled(&c);
+    for (int i = 0; i < OTHERS; i++) { /* these have come and gone */
+        q[i] = users_request(1, others[i], policy);
+        free(q[i]->session);
+        q[i]->session = NULL;
+    }
+    client_call_all(spoiled, q, OTHERS, r);
+    for (int i = 0; i < OTHERS; i++)
+        client_reply_free(r[i]);
+    for (int i = 0; i < MINE + OTHERS; i++)
+        q[i] = i < MINE ? users_request(2, mine[i], policy) : users_request(1, others[i - MINE], policy);
+    client_call_all(spoiled, q, MINE + OTHERS, r);
+    for (int i = 0; i < MINE + OTHERS; i++) {
+        if (i < MINE) {
+            char name[16];
+            struct client_reply *alone = client_call(plain, users_request(2, mine[i], policy));
+            same_answer(alone, r[i]);
+            client_reply_free(alone);
+            snprintf(name, sizeof name, "s%d", mine[i]);
+            same_kept(plain, spoiled, name);
+        }
+        client_reply_free(r[i]);
+    }
+    ck_assert_int_gt(spoiler.pages, 0);
+    engine_free(plain);
+    engine_free(spoiled);
+    free(spoiler.held);
 }
 END_TEST
 
@@ -440,6 +563,7 @@ int main(void)
     }
     tcase_set_timeout(c, 0);
     tcase_add_loop_test(c, alone_and_among_twenty, 0, 2 * POLICIES);
+    tcase_add_loop_test(c, freed_pages_are_not_read, 0, 3 * POLICIES);
     tcase_add_loop_test(c, peak_is_one_layer_more, 0, 2 * POLICIES);
     tcase_add_loop_test(c, system_turn_stays, 0, 2 * SPARSE);
     tcase_add_loop_test(c, pins_stay, 0, 2 * SPARSE);

@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -582,6 +583,81 @@ def test_a_users_sessions_stay():
             for user in (p, q):
                 for x in user.call("status")["sequences"]:
                     user.call("cancel", sequence=x["id"])
+
+
+@own
+def test_nothing_of_another_user():
+    """Who is no administrator tries every method at another user's prompts, answers, sessions and pages, while they are at work, idle
+    and gone: he gets nothing of them, and his own answers are those of a daemon that only he ever used, bit for bit."""
+    if os.getuid() != 0:
+        return
+    words = ["xylograph", "quahog", "vellichor"]  # what the other one says, in every way to say it
+    text, name = " ".join(words) + " 1 2 3 4 5 6 7 8 9 " * 20, "mine"
+    args = dict(GREEDY, max_tokens=12, stream=False)
+    seen = []
+
+    def tries(d, uid, numbers, msgids):
+        with peer_of(d, uid) as q:
+            return tries_of(q, numbers, msgids)
+
+    def tries_of(q, numbers, msgids):
+        """The answers that q gets to what he may ask."""
+        def call(method, **more):
+            i = q.start(method, **more)
+            m = q.wait(i)
+            seen.extend([repr(m), repr(q.seen)])
+            q.seen.clear()
+            return m[2] or m[3]
+        for n in numbers:
+            assert call("kept", sequence=n)["code"] == call("kill", sequence=n)["code"] == "forbidden"
+            assert call("cancel", sequence=n) == {"cancelled": False}
+        for i in msgids:
+            assert call("cancel", msgid=i) == {"cancelled": False}
+        for method in "sequences kv get drain resume reload shutdown".split():
+            assert call(method)["code"] == "forbidden", method
+        assert call("subscribe", topics=["sequences"])["code"] == call("set", **{"log-level": "debug"})["code"] == "forbidden"
+        assert call("status")["sequences"] == []
+        out = []
+        for more in ({"prompt": text}, {"prompt": text, "session": name}, {"messages": [{"role": "user", "content": text}]},
+                     {"tokens": prompt(40), "logprobs": 5, "stream": True}, {"tokens": prompt(400, 3), "kv": {"policy": "snapkv", "budget": 64}}):
+            i = q.start("generate", **dict(args, progress=True, **more))
+            r = q.result(i)
+            assert r["cached_tokens"] == 0, r
+            out.append((r["tokens"], r["kv"], [t.get("top") for t in q.tokens(i)]))
+            q.seen.clear()
+        for kv in ({"policy": "full"}, {"policy": "snapkv", "budget": 64}):
+            out.append(q.call("score", tokens=prompt(400, 4), continuation=prompt(8, 5), kv=kv, logprobs=5))
+        (x,) = call("status")["sequences"]
+        assert call("cancel", sequence=x["id"]) == {"cancelled": True}
+        until(lambda: not call("status")["sequences"], what="no session of one's own")
+        return out
+
+    with Running("--socket-mode", "0666", "--kv-memory", "16M", "--metrics", "unix:" + os.path.join(tmp, "other.m"),
+                 gguf=heavy_model()) as d:
+        with d.peer(timeout=60 * SLOW) as p:
+            alone = tries(d, 65534, range(1, 4), range(1, 4))
+            seen.clear()
+            said = p.call("generate", prompt=text, session=name, **args)["text"]
+            p.call("generate", messages=[{"role": "system", "content": text}, {"role": "user", "content": text}], **args)
+            busy = p.start("generate", **dict(args, max_tokens=100000, prompt=text[:400]))
+            until(lambda: p.call("status")["running"] == 1, what="one at work")
+            ids = [x["id"] for x in p.call("sequences")["sequences"]]
+            assert len(ids) == 2
+            assert tries(d, 65533, ids, [busy]) == alone
+            p.call("cancel", msgid=busy)
+            refused(lambda: p.result(busy), "cancelled")
+            end_sessions(p)
+            for k in range(2):  # every page has been theirs once
+                ask(p, 1900, 20, k, kv={"policy": "full"})
+            assert tries(d, 65532, ids, [busy]) == alone
+        heard = "\n".join(seen) + d.log()
+        with socket.socket(socket.AF_UNIX) as s:
+            s.connect(os.path.join(tmp, "other.m"))
+            s.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            heard += b"".join(iter(lambda: s.recv(65536), b"")).decode()
+        assert "skvd_" in heard and len(said) > 8
+        for secret in words + [said]:
+            assert secret not in heard, secret
 
 
 @own
