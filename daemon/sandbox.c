@@ -66,10 +66,12 @@ static const char *enforce(int rules)
 
 static bool uses_gpu(const char *backend)
 {
-#ifndef SKV_CUDA
+#ifdef SKV_CUDA
+    return backend == NULL || strcmp(backend, "auto") == 0 || strncmp(backend, "cuda", 4) == 0;
+#else
+    (void)backend;
     return false;
 #endif
-    return backend == NULL || strcmp(backend, "auto") == 0 || strncmp(backend, "cuda", 4) == 0;
 }
 
 void sandbox_files(const struct config *cfg, const char *socket_path)
