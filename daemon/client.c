@@ -198,12 +198,17 @@ static int enqueue(struct client *c, const uint8_t *p, size_t n)
 void client_send(struct client *c, const struct wire_buf *b)
 {
     const struct config *cfg = &c->srv->cfg;
+    struct skv_error err;
 
     if (c->dead || c->closing)
         return;
     /* One message larger than the limit is fine: it was asked for. What counts is what is there already. */
     if (c->out_bytes > cfg->output_limit) {
         client_drop(c, DROP_SLOW, "more output waits than output-limit allows");
+        return;
+    }
+    if (!b->failed && quotas_buffer(c->srv, c, b->len, &err) != 0) {
+        client_drop(c, DROP_SLOW, err.msg);
         return;
     }
     if (b->failed || enqueue(c, b->p, b->len) != 0) {
@@ -244,7 +249,10 @@ void client_send_error(struct client *c, uint32_t msgid, const struct skv_error 
 
 static void out_consume(struct client *c, size_t n)
 {
+    struct skv_error err;
+
     c->out_bytes -= (int64_t)n;
+    quotas_buffer(c->srv, c, 0, &err);
     while (n > 0) {
         struct chunk *k = c->out_first;
         size_t m = k->len - k->off < n ? k->len - k->off : n;
@@ -346,6 +354,16 @@ void client_finish(struct client *c)
         event_active(c->wr, EV_WRITE, 0);
 }
 
+static void free_input(struct client *c)
+{
+    struct skv_error err;
+
+    free(c->in);
+    c->in = NULL;
+    c->in_len = c->in_cap = 0;
+    quotas_buffer(c->srv, c, 0, &err);
+}
+
 void client_fault(struct client *c, const struct skv_error *err)
 {
     struct wire_buf *b = &c->srv->out;
@@ -356,15 +374,17 @@ void client_fault(struct client *c, const struct skv_error *err)
     if (log_allowed())
         log_line(LOG_INFO, "fault conn=%llu uid=%u pid=%d code=%s detail=%s", (unsigned long long)c->id, c->uid,
                  (int)c->pid, skv_code_name(err->code), log_value(err->msg, msg, sizeof msg));
-    /* What it had in flight can't be told from what it meant: all of it ends. */
+    /* What it had in flight can't be told from what it meant: all of it ends, and what it has sent is not looked at again. */
     requests_orphan(c, "fault");
+    free_input(c);
     wire_buf_clear(b);
     wire_notify_error(b, err);
     client_send(c, b);
     client_finish(c);
 }
 
-static int grow_input(struct client *c)
+/* 0, or -1 with *err. */
+static int grow_input(struct client *c, struct skv_error *err)
 {
     size_t cap = c->in_cap != 0 ? c->in_cap : 4096;
     uint8_t *p;
@@ -374,9 +394,13 @@ static int grow_input(struct client *c)
     /* Doubling what has really arrived: a declared length alone takes nothing. */
     while (cap - c->in_len < 2048)
         cap *= 2;
-    p = realloc(c->in, cap);
-    if (p == NULL)
+    if (quotas_buffer(c->srv, c, cap - c->in_cap, err) != 0)
         return -1;
+    p = realloc(c->in, cap);
+    if (p == NULL) {
+        quotas_buffer(c->srv, c, 0, err);
+        return skv_fail(err, SKV_NO_MEMORY, "no memory for its input");
+    }
     c->in = p;
     c->in_cap = cap;
     return 0;
@@ -412,11 +436,8 @@ static void in_consume(struct client *c, size_t n)
         return;
     }
     c->frame_since_ms = 0;
-    if (c->in_cap > KEEP_IN_BYTES) {
-        free(c->in);
-        c->in = NULL;
-        c->in_cap = 0;
-    }
+    if (c->in_cap > KEEP_IN_BYTES)
+        free_input(c);
 }
 
 /* Take the frames that are complete; stops when the client is paused, dead or has had its turn. True: it has had its turn with
@@ -439,7 +460,7 @@ static bool take_frames(struct client *c)
         if (st == SCAN_MORE)
             break;
         one_frame(c, at, c->in_seen);
-        if (c->dead)
+        if (c->dead || c->closing)
             return false;
         at += c->in_seen;
         scan_start(c);
@@ -480,6 +501,7 @@ static void on_read(evutil_socket_t fd, short what, void *arg)
     if (take_frames(c)) /* left from the last turn */
         return;
     for (int i = 0; i < READ_ROUNDS && !c->dead && !c->closing && !c->eof; i++) {
+        struct skv_error err;
         size_t n;
         ssize_t r;
 
@@ -487,8 +509,11 @@ static void on_read(evutil_socket_t fd, short what, void *arg)
             event_del(c->rd);
             return;
         }
-        if (grow_input(c) != 0) {
-            client_drop(c, DROP_MEMORY, "no memory for its input");
+        if (grow_input(c, &err) != 0) {
+            if (err.code == SKV_NO_MEMORY)
+                client_drop(c, DROP_MEMORY, err.msg);
+            else
+                client_fault(c, &err);
             return;
         }
         n = c->in_cap - c->in_len < READ_BYTES ? c->in_cap - c->in_len : READ_BYTES;

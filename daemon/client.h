@@ -35,6 +35,7 @@ struct client {
 
     struct chunk *out_first, *out_last;
     int64_t out_bytes;
+    int64_t buffered;     /* of in_cap and out_bytes, what the quotas know */
     int64_t out_since_ms; /* output has waited without any progress since */
     bool paused;          /* its sequences are */
     int64_t paused_since_ms;

@@ -70,6 +70,8 @@ const struct option_row config_options[] = {
     NUM("max-requests-per-connection", "N", OPTION_INT, LIVE, max_requests_per_connection, 1, 1000000, "1024", "requests in flight of one connection"),
     NUM("max-prompt", "SIZE", OPTION_SIZE, LIVE, max_prompt, 1024, TERA, "256M", "bytes of prompts in flight in all; a token counts as 4"),
     NUM("max-prompt-per-user", "SIZE", OPTION_SIZE, LIVE, max_prompt_per_user, 1024, TERA, "128M", "bytes of prompts in flight of one user"),
+    NUM("max-buffer", "SIZE", OPTION_SIZE, LIVE, max_buffer, 1 << 20, TERA, "1G", "bytes of unfinished messages and waiting output in all"),
+    NUM("max-buffer-per-user", "SIZE", OPTION_SIZE, LIVE, max_buffer_per_user, 1 << 20, TERA, "256M", "bytes of unfinished messages and waiting output of one user"),
     { .name = "kv-reserve", .arg = "N", .type = OPTION_INT, .where = ENGINE_LIVE, .off = AT(engine.kv_reserve), .max = 1 << 24, .dflt = "1024",
       .engine_name = "kv_reserve", .doc = "tokens of a request for which a user who runs something leaves room to others; 0: none" },
     ENG("max-kv-per-user", "SIZE", OPTION_SIZE, max_kv_user, 0, TERA, "max_kv_user", "KV cache that one user's sequences may need together; 0: no limit"),

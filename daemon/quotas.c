@@ -4,6 +4,7 @@
 
 #include "daemon/client.h"
 
+#define BUFFER_FREE  (256 * 1024) /* of a connection: enough to ask and to be told */
 #define QUERIES_MORE 64 /* who has used up his requests can still ask for the status */
 
 static struct user **slot_of(struct quotas *q, uint32_t uid)
@@ -85,9 +86,33 @@ void quotas_disconnect(struct server *s, struct client *c)
     if (c->user == NULL)
         return;
     c->user->connections--;
+    c->user->buffered -= c->buffered;
+    s->quotas.buffered -= c->buffered;
+    c->buffered = 0;
     s->quotas.connections--;
     user_drop_if_idle(&s->quotas, c->user);
     c->user = NULL;
+}
+
+int quotas_buffer(struct server *s, struct client *c, size_t more, struct skv_error *err)
+{
+    const struct config *cfg = &s->cfg;
+    int64_t now = (int64_t)c->in_cap + c->out_bytes + (int64_t)more, d = now - c->buffered;
+    int64_t least = 2 * cfg->frame_limit; /* the largest message can always be read */
+    int64_t per_user = cfg->max_buffer_per_user > least ? cfg->max_buffer_per_user : least;
+    int64_t all = cfg->max_buffer > least ? cfg->max_buffer : least;
+
+    if (c->user == NULL) /* it was dropped */
+        return 0;
+    if (more > 0 && now > BUFFER_FREE && c->user->buffered + d > per_user)
+        return refuse(s, err, "too many bytes of unfinished messages and waiting output of this user", c->user->buffered + d,
+                      "max-buffer-per-user");
+    if (more > 0 && now > BUFFER_FREE && s->quotas.buffered + d > all)
+        return refuse(s, err, "too many bytes of unfinished messages and waiting output", s->quotas.buffered + d, "max-buffer");
+    c->user->buffered += d;
+    s->quotas.buffered += d;
+    c->buffered = now;
+    return 0;
 }
 
 int quotas_begin(struct server *s, struct client *c, int64_t bytes, bool generates, struct user **user,

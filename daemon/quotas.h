@@ -1,7 +1,7 @@
 /* quotas.h - how much one connection, one user and all of them may have at once.
  *
- * The engine's queue is fair between users; these limits keep one user from filling the queue, the memory for prompts or
- * the table of connections in the first place. Every refusal is `overloaded`, names its setting and says when to come back.
+ * The engine's queue is fair between users; these limits keep one user from filling the queue, the memory for prompts and
+ * messages or the table of connections in the first place. Every refusal is `overloaded`, names its setting and says when to come back.
  */
 #ifndef SKVD_DAEMON_QUOTAS_H
 #define SKVD_DAEMON_QUOTAS_H
@@ -16,6 +16,10 @@ void quotas_disconnect(struct server *s, struct client *c);
 int quotas_begin(struct server *s, struct client *c, int64_t prompt_bytes, bool generates, struct user **user,
                  struct skv_error *err);
 void quotas_end(struct server *s, struct user *user, int64_t prompt_bytes);
+
+/* The connection's buffers (in_cap, out_bytes) have changed, or `more` bytes are about to be added: count them. OVERLOADED, and
+ * nothing counted of `more`, when that is too much for its user or for all; what every connection needs is never refused. */
+int quotas_buffer(struct server *s, struct client *c, size_t more, struct skv_error *err);
 
 /* An estimate of when it pays to come back. */
 int quotas_retry_ms(const struct server *s);

@@ -215,6 +215,7 @@ static int64_t weigh(const struct args *a)
         n += (int64_t)a->messages.v[i].content.len + (int64_t)a->messages.v[i].role.len;
     n += 4 * (int64_t)(a->tokens.n > 0 ? a->tokens.n : 0);
     n += 4 * (int64_t)(a->cont_tokens.n > 0 ? a->cont_tokens.n : 0);
+    n += 4 * (int64_t)(a->candidates.from != NULL ? a->candidates.from[a->candidates.n] + a->candidates.n : 0);
     return n;
 }
 

@@ -34,13 +34,13 @@ struct user {
     struct user *next;
     uint32_t uid;
     int connections, requests;
-    int64_t prompt_bytes;
+    int64_t prompt_bytes, buffered;
 };
 
 struct quotas {
     struct user *bucket[USER_BUCKETS];
     int connections, requests;
-    int64_t prompt_bytes;
+    int64_t prompt_bytes, buffered;
 };
 
 enum drop_kind { DROP_DISCONNECT, DROP_FAULT, DROP_SLOW, DROP_TIMEOUT, DROP_SHUTDOWN, DROP_MEMORY, DROP_KINDS };

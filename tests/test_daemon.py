@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -536,12 +537,74 @@ def test_quotas():
                     p.start("generate", prompt="n=100000 delay=5", stream=False)
             e = refused(lambda: a.call("generate", prompt="x"), "overloaded", "max-requests-per-connection")
             assert e["retry_after_ms"] > 0
-            refused(lambda: b.call("generate", prompt="x"), "overloaded", "max-requests-per-user")
+            e = refused(lambda: b.call("generate", prompt="x"), "overloaded", "max-requests-per-user")
+            assert e["retry_after_ms"] > 0
+            a.call("set", **{"max-requests-per-user": 100, "max-requests": 6})
+            b.start("generate", prompt="n=100000 delay=5", stream=False)
+            e = refused(lambda: d.peer().call("generate", prompt="x"), "overloaded", "max-requests)")
+            assert e["retry_after_ms"] > 0
         with d.peer() as p:
             until(lambda: p.call("status")["running"] == 0)
             refused(lambda: p.call("generate", prompt="x" * 5000), "too_large", "max-prompt")
-            p.start("generate", prompt="n=100000 delay=5 " + "x" * 1500, stream=False)
-            refused(lambda: p.call("generate", prompt="x" * 1500), "overloaded", "max-prompt-per-user")
+            for prompt in ({"prompt": "x" * 1500}, {"messages": [{"role": "user", "content": "x" * 1500}]}, {"tokens": [1] * 375}):
+                i = p.start("generate", prompt="n=100000 delay=5 " + "x" * 1500, stream=False)
+                for m, more in ("generate", {}), ("score", {"continuation": "x"}):
+                    e = refused(lambda: p.call(m, **prompt, **more), "overloaded", "max-prompt-per-user")
+                    assert e["retry_after_ms"] > 0
+                for more in {"continuation": "x" * 1500}, {"continuation": [1] * 375}, {"continuation": "x", "candidates": [[1] * 375]}:
+                    refused(lambda: p.call("score", prompt="x", **more), "overloaded", "max-prompt-per-user")
+                p.call("set", **{"max-prompt-per-user": 100000, "max-prompt": 2000})
+                e = refused(lambda: p.call("generate", **prompt), "overloaded", "max-prompt)")
+                assert e["retry_after_ms"] > 0
+                p.call("set", **{"max-prompt-per-user": 2000, "max-prompt": "256M"})
+                p.call("cancel", msgid=i)
+                refused(lambda: p.result(i), "cancelled")
+        healthy(d)
+    finally:
+        assert d.stop() == 0
+
+
+def halves(d, n):
+    """n connections with a message each that is begun and does not end; the errors of those that were refused it."""
+    peers = [d.peer() for _ in range(n)]
+    for p in peers:
+        try:
+            p.raw(b"\x94\x00\x01\xa1x\x91\xdb" + struct.pack(">I", 1000000) + b"x" * 900000)
+        except OSError:
+            pass  # it was closed meanwhile
+    time.sleep(0.2)
+    gone = select.select([p.s for p in peers], [], [], 0)[0]
+    said = [p.message() for p in peers if p.s in gone]
+    assert all(m[:2] == [2, "error"] and m[2][0]["code"] == "overloaded" and m[2][0]["retry_after_ms"] > 0 for m in said), said
+    return peers, [m[2][0]["message"] for m in said]
+
+
+@own
+def test_buffer_quota():
+    """Messages that are never finished and answers that are never read cost what a user may have of them, not a connection each."""
+    d = daemon("--frame-limit", "1M", "--max-buffer-per-user", "5M")
+    try:
+        before = rss_kb(d.p.pid)
+        for setting in "max-buffer-per-user", "max-buffer":
+            peers, said = halves(d, 20)
+            assert len(said) >= 14 and all("limited by %s)" % setting in m for m in said), said
+            with d.peer() as p:  # who asks for little is answered
+                assert p.call("generate", prompt="n=3")["completion_tokens"] == 3
+                assert SANITIZED or rss_kb(d.p.pid) - before < 12000
+                for q in peers:
+                    q.close()
+                until(lambda: p.call("status")["connections"] == 1)
+                assert len(p.call("tokenize", text="x" * 900000)["tokens"]) == 900000  # all is given back
+            lazy = [d.peer() for _ in range(40)]
+            for q in lazy:
+                q.start("tokenize", text="\u00e9" * 100000)  # half of the answer fits into the socket
+            with d.peer() as p:
+                until(lambda: p.call("status")["connections"] <= 32)
+                assert p.call("generate", prompt="n=3")["completion_tokens"] == 3
+                assert re.search("reason=slow .*limited by %s" % setting, d.log())
+                for q in lazy:
+                    q.close()
+                p.call("set", **{"max-buffer-per-user": "1G", "max-buffer": "5M"})
         healthy(d)
     finally:
         assert d.stop() == 0
@@ -568,27 +631,32 @@ def test_kv_quota():
 
 @own
 def test_connection_quota():
-    d = daemon("--max-connections", "20")  # we are administrators: 16 more
-    try:
-        peers = [d.peer() for _ in range(36)]
-        assert peers[-1].call("hello")
-        with d.peer() as p:
-            m = p.message()
-            assert m[1] == "error" and m[2][0]["code"] == "overloaded" and m[2][0]["retry_after_ms"] > 0, m
-            assert p.message() is None
-        for p in peers:
-            p.close()
+    for setting, most in ("max-connections", "max-connections-per-user"), ("max-connections-per-user", "max-connections"):
+        d = daemon("--" + setting, "20")  # we are administrators: 16 more
+        try:
+            peers = [d.peer() for _ in range(36)]
+            assert peers[-1].call("hello")
+            with d.peer() as p:
+                m = p.message()
+                assert m[1] == "error" and m[2][0]["code"] == "overloaded" and m[2][0]["retry_after_ms"] > 0, m
+                assert setting + ")" in m[2][0]["message"] and most + ")" not in m[2][0]["message"], m
+                assert p.message() is None
+            peers[0].call("set", **{setting: 21})
+            peers.append(d.peer())
+            assert peers[-1].call("hello")
+            for p in peers:
+                p.close()
 
-        def in_again():
-            try:
-                with d.peer() as p:
-                    return p.call("status")["connections"] < 20
-            except EOFError:
-                return False
-        until(in_again)
-        healthy(d)
-    finally:
-        assert d.stop() == 0
+            def in_again():
+                try:
+                    with d.peer() as p:
+                        return p.call("status")["connections"] < 20
+                except EOFError:
+                    return False
+            until(in_again)
+            healthy(d)
+        finally:
+            assert d.stop() == 0
 
 
 @own
