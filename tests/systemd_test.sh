@@ -106,6 +106,10 @@ activation() {
     is ActiveState inactive && as skvd-t1 status && is ActiveState active && is StatusText serving && is Type notify &&
         [ "$(ps -o user= -p "$(show MainPID)")" = _skvd ] && grep -E '^Max core file size +0 +0' "/proc/$(show MainPID)/limits"
 }
+finds() { # who names no socket is told where the machine's is
+    runuser -u skvd-t1 -- skvctl status 2>"$tmp"
+    grep "own is at $sock" "$tmp"
+}
 stranger() { ! as skvd-t3 status 2>"$tmp" && grep 'Permission denied' "$tmp"; }
 administration() {
     ! as skvd-t1 drain && as skvd-t2 drain && is StatusText draining && ! ask && as skvd-t2 resume && is StatusText serving &&
@@ -180,6 +184,7 @@ checks() {
     answer=$(ask)
     check 'it answers' test -n "$answer"
     check 'a user outside of the group is refused' stranger
+    check 'the socket is found' finds
     check 'an administrator drains, resumes, sets; another user may not' administration
     check 'a session' session
     check 'metrics on a Unix socket, for the group' metrics

@@ -37,7 +37,7 @@ struct skv_reply; /* an answer: a result, or an error */
 /* ---- connections ------------------------------------------------------------------------------------- */
 
 /* The socket that is used when a program names none: $SKVD_SOCKET, else /run/skvd.sock for root and
- * $XDG_RUNTIME_DIR/skvd.sock for others (/tmp/skvd-UID.sock without that variable). Writes at most size bytes with
+ * $XDG_RUNTIME_DIR/skvd.sock for others (/run/user/UID/skvd.sock without that variable). Writes at most size bytes with
  * the NUL; -1 when it does not fit. */
 int skv_default_path(char *buf, size_t size);
 

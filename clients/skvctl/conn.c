@@ -67,6 +67,8 @@ int ctl_error(struct ctl *ctl, const struct skv_error *err)
     return err->code == SKV_NO_DAEMON ? CTL_NO_DAEMON : CTL_FAILED;
 }
 
+#define SYSTEM_SOCKET "/run/skvd.sock" /* where systemd listens, and root's default */
+
 struct skv *ctl_connect_again(struct ctl *ctl)
 {
     struct skv_error err;
@@ -83,6 +85,8 @@ struct skv *ctl_connect_again(struct ctl *ctl)
     fprintf(stderr, "Start one with:  skvd --model FILE --socket %s\n"
                     "or name another socket with --socket PATH or SKVD_SOCKET.\n",
             ctl->socket ? ctl->socket : path);
+    if (ctl->socket == NULL && strcmp(path, SYSTEM_SOCKET) != 0 && access(SYSTEM_SOCKET, F_OK) == 0)
+        fprintf(stderr, "The machine's own is at %s.\n", SYSTEM_SOCKET);
     return NULL;
 }
 
