@@ -544,7 +544,8 @@ def test_quotas():
             e = refused(lambda: d.peer().call("generate", prompt="x"), "overloaded", "max-requests)")
             assert e["retry_after_ms"] > 0
         with d.peer() as p:
-            until(lambda: p.call("status")["running"] == 0)
+            p.call("set", **{"max-requests": 4096})
+            until(lambda: p.call("status")["requests"] == 1)
             refused(lambda: p.call("generate", prompt="x" * 5000), "too_large", "max-prompt")
             for prompt in ({"prompt": "x" * 1500}, {"messages": [{"role": "user", "content": "x" * 1500}]}, {"tokens": [1] * 375}):
                 i = p.start("generate", prompt="n=100000 delay=5 " + "x" * 1500, stream=False)
@@ -559,6 +560,7 @@ def test_quotas():
                 p.call("set", **{"max-prompt-per-user": 2000, "max-prompt": "256M"})
                 p.call("cancel", msgid=i)
                 refused(lambda: p.result(i), "cancelled")
+                until(lambda: p.call("status")["requests"] == 1)
         healthy(d)
     finally:
         assert d.stop() == 0
