@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "daemon/client.h"
+#include "daemon/requests.h"
 
 static void text(struct wire_buf *b, const struct engine_text *t)
 {
@@ -91,7 +92,7 @@ static void partial(struct wire_buf *b, const struct engine_result *r)
     wire_kv_int(b, "bytes_full_cache", r->kv_bytes_full_cache);
 }
 
-void reply_generate(struct wire_buf *b, uint32_t msgid, const struct engine_result *r)
+static void generated(struct wire_buf *b, uint32_t msgid, const struct engine_result *r)
 {
     wire_response(b, msgid);
     wire_map(b, PARTIAL_PAIRS + 1 + (r->stop.s != NULL ? 1 : 0));
@@ -108,7 +109,7 @@ static void floats(struct wire_buf *b, const float *v, int n)
         wire_double(b, (double)v[i]);
 }
 
-void reply_score(struct wire_buf *b, uint32_t msgid, const struct engine_result *r)
+static void scored(struct wire_buf *b, uint32_t msgid, const struct engine_result *r)
 {
     wire_response(b, msgid);
     wire_map(b, 5 + (r->score_argmax != NULL) + (r->n_top > 0) + (r->cand_lp != NULL));
@@ -141,7 +142,7 @@ void reply_score(struct wire_buf *b, uint32_t msgid, const struct engine_result 
     }
 }
 
-void reply_failed(struct wire_buf *b, uint32_t msgid, const struct skv_error *err, const struct engine_result *r)
+static void failed(struct wire_buf *b, uint32_t msgid, const struct skv_error *err, const struct engine_result *r)
 {
     if (r == NULL) {
         wire_response_error(b, msgid, err);
@@ -203,7 +204,7 @@ static void sequence_list(struct wire_buf *b, const struct engine_answer *a)
     }
 }
 
-void reply_sequences(struct wire_buf *b, uint32_t msgid, const struct engine_answer *a)
+static void sequences(struct wire_buf *b, uint32_t msgid, const struct engine_answer *a)
 {
     wire_response(b, msgid);
     wire_map(b, 1);
@@ -265,7 +266,7 @@ void reply_status(struct wire_buf *b, uint32_t msgid, const struct server *s, co
     sequence_list(b, a);
 }
 
-void reply_kv(struct wire_buf *b, uint32_t msgid, const struct engine_answer *a)
+static void kv(struct wire_buf *b, uint32_t msgid, const struct engine_answer *a)
 {
     const struct engine_kv_info *k = &a->kv;
 
@@ -303,7 +304,7 @@ void reply_kv(struct wire_buf *b, uint32_t msgid, const struct engine_answer *a)
     }
 }
 
-void reply_kept(struct wire_buf *b, uint32_t msgid, const struct engine_answer *a)
+static void kept(struct wire_buf *b, uint32_t msgid, const struct engine_answer *a)
 {
     wire_response(b, msgid);
     wire_map(b, 2);
@@ -324,6 +325,50 @@ void reply_kept(struct wire_buf *b, uint32_t msgid, const struct engine_answer *
             wire_str(b, "scores");
             floats(b, k->score, k->score != NULL ? k->n : 0);
         }
+    }
+}
+
+/* Tokens of a detokenize or template, as the methods give them. */
+static void answer_text(struct wire_buf *b, const struct request *r, const struct engine_answer *a)
+{
+    bool with_text = r->method->id != METHOD_TOKENIZE, with_tokens = r->method->id != METHOD_DETOKENIZE;
+
+    wire_response(b, r->msgid);
+    wire_map(b, (uint32_t)with_text + with_tokens);
+    if (with_text)
+        wire_kv_strn(b, "text", a->text.s, a->text.len);
+    if (with_tokens) {
+        wire_str(b, "tokens");
+        wire_ints(b, a->tokens, a->n_tokens);
+    }
+}
+
+void reply_answer(struct wire_buf *b, const struct request *r, const struct engine_event *ev)
+{
+    struct skv_error err, e;
+
+    if (ev->code != SKV_OK) {
+        skv_fail(&e, ev->code, "%s", ev->message != NULL ? ev->message : skv_code_name(ev->code));
+        e.retry_after_ms = ev->retry_after_ms;
+        client_wire_error(r->srv, &e, &err);
+        failed(b, r->msgid, &err, ev->result);
+    } else if (r->method->id == METHOD_GENERATE && ev->result != NULL) {
+        generated(b, r->msgid, ev->result);
+    } else if (r->method->id == METHOD_SCORE && ev->result != NULL) {
+        scored(b, r->msgid, ev->result);
+    } else if (r->method->id == METHOD_STATUS) {
+        reply_status(b, r->msgid, r->srv, ev->answer);
+    } else if (ev->answer == NULL) {
+        skv_fail(&err, SKV_INTERNAL, "the engine gave no answer to %s", r->method->name);
+        wire_response_error(b, r->msgid, &err);
+    } else if (r->method->id == METHOD_SEQUENCES) {
+        sequences(b, r->msgid, ev->answer);
+    } else if (r->method->id == METHOD_KV) {
+        kv(b, r->msgid, ev->answer);
+    } else if (r->method->id == METHOD_KEPT) {
+        kept(b, r->msgid, ev->answer);
+    } else {
+        answer_text(b, r, ev->answer);
     }
 }
 

@@ -564,6 +564,9 @@ static void log_end(const struct request *r, const struct engine_event *ev, cons
 
     if (level > log_level())
         return;
+    /* A request that is refused costs its sender next to nothing: such lines are limited, or they fill the disk. */
+    if (work && level == LOG_INFO && ev->code != SKV_OK && (res == NULL || res->completion_tokens == 0) && !log_allowed())
+        return;
     if (res != NULL)
         log_line(level, "request method=%s uid=%u pid=%d conn=%llu msgid=%u id=%llu reason=%s prompt=%d cached=%d out=%d "
                  "queued_ms=%.1f ttft_ms=%.1f total_ms=%.1f policy=%.15s kv_bytes=%lld",
@@ -575,51 +578,6 @@ static void log_end(const struct request *r, const struct engine_event *ev, cons
                  r->method->name, r->uid, (int)r->pid, (unsigned long long)r->conn, r->msgid, (unsigned long long)r->id,
                  reason, (long long)(now_ms() - r->started_ms),
                  log_value(ev->message != NULL ? ev->message : "", detail, sizeof detail));
-}
-
-/* Tokens of a detokenize or template, as the methods give them. */
-static void answer_text(struct wire_buf *b, const struct request *r, const struct engine_answer *a)
-{
-    bool with_text = r->method->id != METHOD_TOKENIZE, with_tokens = r->method->id != METHOD_DETOKENIZE;
-
-    wire_response(b, r->msgid);
-    wire_map(b, (uint32_t)with_text + with_tokens);
-    if (with_text)
-        wire_kv_strn(b, "text", a->text.s, a->text.len);
-    if (with_tokens) {
-        wire_str(b, "tokens");
-        wire_ints(b, a->tokens, a->n_tokens);
-    }
-}
-
-static void write_answer(struct wire_buf *b, const struct request *r, const struct engine_event *ev)
-{
-    struct skv_error err, e;
-
-    wire_buf_clear(b);
-    if (ev->code != SKV_OK) {
-        skv_fail(&e, ev->code, "%s", ev->message != NULL ? ev->message : skv_code_name(ev->code));
-        e.retry_after_ms = ev->retry_after_ms;
-        client_wire_error(r->srv, &e, &err);
-        reply_failed(b, r->msgid, &err, ev->result);
-    } else if (r->method->id == METHOD_GENERATE && ev->result != NULL) {
-        reply_generate(b, r->msgid, ev->result);
-    } else if (r->method->id == METHOD_SCORE && ev->result != NULL) {
-        reply_score(b, r->msgid, ev->result);
-    } else if (r->method->id == METHOD_STATUS) {
-        reply_status(b, r->msgid, r->srv, ev->answer);
-    } else if (ev->answer == NULL) {
-        skv_fail(&err, SKV_INTERNAL, "the engine gave no answer to %s", r->method->name);
-        wire_response_error(b, r->msgid, &err);
-    } else if (r->method->id == METHOD_SEQUENCES) {
-        reply_sequences(b, r->msgid, ev->answer);
-    } else if (r->method->id == METHOD_KV) {
-        reply_kv(b, r->msgid, ev->answer);
-    } else if (r->method->id == METHOD_KEPT) {
-        reply_kept(b, r->msgid, ev->answer);
-    } else {
-        answer_text(b, r, ev->answer);
-    }
 }
 
 /* One of several commands of one `set` or `reload` is done. */
@@ -668,8 +626,10 @@ static void request_ended(struct request *r, const struct engine_event *ev)
             s->counters.errors[ev->code]++;
         if (r->method->id == METHOD_GENERATE || r->method->id == METHOD_SCORE)
             admin_event_sequence(s, false, r, reason, ev->result);
-        if (c != NULL)
-            write_answer(&s->out, r, ev);
+        if (c != NULL) {
+            wire_buf_clear(&s->out);
+            reply_answer(&s->out, r, ev);
+        }
         requests_answered(r);
         if (c != NULL)
             client_send(c, &s->out);

@@ -22,7 +22,7 @@ struct request {
     pid_t pid;
     uint64_t conn;
     int64_t prompt_bytes, started_ms;
-    bool stream, notify_progress, started;
+    bool stream, notify_progress;
     const char *gone;          /* why the client does not wait any more */
     uint64_t sequence;         /* kill, cancel */
     struct event *timer;       /* status: answered without the engine after a while */
