@@ -13,6 +13,7 @@
 
 #include "engine/thin.h"
 
+#define MASS_WEIGHT 0.05 /* of the latest prompt in the running mean */
 #define TAIL_MAX 12 /* no known template's header is longer */
 
 /* Tokens of the prompt. */
@@ -204,6 +205,17 @@ static void layer_begin(struct engine *e, struct seq *s, int layer)
         e->ops->score_begin(e->be, s->lane, most);
 }
 
+/* A prompt's share of the score that its kept slots hold, the mean over the heads, goes into the layer's running mean. */
+static void note_mass(struct engine *e, int layer)
+{
+    int n_kv = e->model.src.dims.n_kv;
+    double mass = 0, *m = &e->layer_mass[layer];
+
+    for (int h = 0; h < n_kv; h++)
+        mass += (double)e->kept_mass[h] / n_kv;
+    *m = *m < 0 ? mass : *m * (1 - MASS_WEIGHT) + mass * MASS_WEIGHT;
+}
+
 /* After the layer's last tile, phase 3: choose, gather, free the rest. */
 static void layer_end(struct engine *e, struct seq *s, int layer)
 {
@@ -227,11 +239,9 @@ static void layer_end(struct engine *e, struct seq *s, int layer)
         /* One slot above what is kept: the new pair is there while the step's victim is chosen. */
         e->kv->cap[i] = (whole ? rule->budget : e->kv->len[i]) + 1;
         e->kv->victim[i] = -1;
-        if (rule->use_score && !whole) {
-            double *m = &e->layer_mass[layer];
-            *m = *m < 0 ? (double)e->kept_mass[h] : *m * 0.99 + 0.01 * (double)e->kept_mass[h];
-        }
     }
+    if (rule->use_score && !whole)
+        note_mass(e, layer);
     e->layer_evicted[layer] += before - after;
     s->plan.policy->update(&s->plan.params, rule);
 }

@@ -7,6 +7,7 @@ the process is the same one. Numbers in names are those of the collection of rep
 import os
 import random
 import re
+import socket
 import struct
 import sys
 import time
@@ -14,7 +15,8 @@ import time
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from skvwire import Refused, pack  # noqa: E402
 from troubles_rig import (CONTEXT, GREEDY, SANITIZED, SLOW, SPARSE, Running, ask, daemon, end_sessions, fresh, gone,  # noqa: E402
-                          greedy, heavy_model, healthy, learn, model, own, prompt, read_tokens, refused, rss_kb, run, streamed, until)
+                          greedy, heavy_model, healthy, kept, learn, model, own, prompt, read_tokens, refused, rss_kb, run, streamed,
+                          tmp, until)
 
 # ---- going away ----
 
@@ -479,6 +481,42 @@ def test_20_a_pace_beside_the_longest_prompt():
                     done = m[2][1]["done"]
             assert at > 0 and len(gaps) >= 5 and most < 1200, (len(gaps), most, took)
             assert max(gaps) < took / 2 + 1, (max(gaps), took)
+
+
+@own
+def test_kept_attention_mass():
+    """What `kv`, `status` and the metrics call the kept share of attention is that of the scores that `kept` gives: the last 16
+    queries' probabilities, which sum to 16 over all slots of a head."""
+    path = os.path.join(tmp, "mass.m")
+    with Running("--metrics", "unix:" + path) as d:
+        with d.peer(timeout=60) as p:
+            assert [x["kept_mass"] for x in p.call("kv")["layers"]] == [None] * 3 and p.call("status")["kept_mass"] is None
+            mean = [None] * 3
+            for k, budget in enumerate((64, 128, 32)):
+                name = fresh("mass")
+                p.call("generate", **dict(GREEDY, tokens=prompt(600, k), max_tokens=0, session=name, stream=False,
+                                          kv={"policy": "snapkv", "budget": budget, "alpha": 16, "full_layers": 1}))
+                layers = kept(p, name)[1]["layers"]
+                for i in 1, 2:
+                    heads = [sum(h["scores"]) / 16 for h in layers[i]["heads"]]
+                    now = sum(heads) / len(heads)
+                    assert 0.01 < now < 0.99 and heads[0] != heads[1], heads
+                    mean[i] = now if mean[i] is None else 0.95 * mean[i] + 0.05 * now
+                told = [x["kept_mass"] for x in p.call("kv")["layers"]]
+                assert told[0] is None and all(abs(told[i] - mean[i]) < 1e-5 for i in (1, 2)), (told, mean)
+                assert abs(p.call("status")["kept_mass"] - (mean[1] + mean[2]) / 2) < 1e-5
+            ask(p, 300, 1, kv={"policy": "snapkv", "budget": CONTEXT})  # nothing goes, so nothing is measured
+            assert [x["kept_mass"] for x in p.call("kv")["layers"]] == told
+
+            def metrics():
+                with socket.socket(socket.AF_UNIX) as s:
+                    s.connect(path)
+                    s.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+                    text = b"".join(iter(lambda: s.recv(65536), b"")).decode()
+                return dict(re.findall(r'layer_kept_attention_mass\{layer="(\d)"\} (\S+)', text))
+            until(lambda: all(abs(float(metrics().get(str(i), 0)) - mean[i]) < 1e-5 for i in (1, 2)), what="the layers' figures")
+            assert sorted(metrics()) == ["1", "2"]
+            end_sessions(p)
 
 
 @own
