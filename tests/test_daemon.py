@@ -566,6 +566,55 @@ def test_quotas():
         assert d.stop() == 0
 
 
+@own
+def test_limits_set_while_running():
+    """Each limit that `set` may change holds for what comes next, and `reload` gives back what the file says."""
+    d = daemon(conf="max-deadline = 0\nframe-timeout = 30s\n")
+
+    def closed(p, says):
+        m = p.message()
+        assert m[:2] == [2, "error"] and says in m[2][0]["message"], m
+        assert p.message() is None
+
+    try:
+        with d.peer(timeout=30) as p:
+            p.call("set", **{"max-requests-per-connection": 1})
+            i = p.start("generate", prompt="n=100000 delay=5", stream=False)
+            e = refused(lambda: p.call("generate", prompt="n=1"), "overloaded", "max-requests-per-connection")
+            assert e["retry_after_ms"] > 0
+            p.call("set", **{"max-requests-per-connection": 10, "max-deadline": "200ms"})
+            p.call("cancel", msgid=i)
+            refused(lambda: p.result(i), "cancelled")
+            for asked in {}, {"deadline_ms": 3600000}:
+                t = time.time()
+                refused(lambda: p.call("generate", prompt="n=100000 delay=5", stream=False, **asked), "deadline")
+                assert 0.2 <= time.time() - t < 10
+            p.call("set", **{"frame-limit": 4096, "nesting-limit": 6})
+            for data, says in ((pack([0, 1, "tokenize", [{"text": "x" * 5000}]]), "frame-limit"), (b"\x94\x00\x01\xa1x" + b"\x91" * 8, "deeper")):
+                with d.peer() as q:
+                    q.raw(data)
+                    closed(q, says)
+            p.call("set", **{"frame-limit": "16M", "nesting-limit": 16, "frame-timeout": "200ms"})
+            with d.peer() as q:
+                q.raw(b"\x94\x00")
+                closed(q, "frame-timeout")
+            assert sorted(p.call("reload")["applied"])[:2] == ["frame-timeout", "max-deadline"]
+            r = p.call("get")
+            assert r["max-deadline"] == 0 and r["frame-timeout"] == 30000, r
+            p.call("set", **{"output-low": "4K", "output-high": "8K", "output-limit": "64K", "reader-timeout": "300ms"})
+            with d.peer() as q:
+                q.start("generate", prompt="n=100000 big=1000", max_tokens=100000)
+                until(lambda: p.call("status")["running"] == 1)
+                until(lambda: p.call("status")["running"] == 0, 20)
+            assert "reason=slow" in d.log()
+            p.call("set", **{"idle-timeout": "200ms"})
+            with d.peer() as q:
+                assert q.message() is None
+        healthy(d)
+    finally:
+        assert d.stop() == 0
+
+
 def halves(d, n):
     """n connections with a message each that is begun and does not end; the errors of those that were refused it."""
     peers = [d.peer() for _ in range(n)]
@@ -1066,7 +1115,9 @@ def test_user_drop():
     try:
         with open("/proc/%d/status" % d.p.pid) as f:
             s = f.read()
+        import grp
         import pwd
+        assert os.stat(d.sock).st_gid == grp.getgrnam("daemon").gr_gid
         who = pwd.getpwnam("nobody")
         for what, n in ("Uid", who.pw_uid), ("Gid", who.pw_gid):
             assert re.search(r"%s:(\s+%d){4}\n" % (what, n), s), s
@@ -1246,6 +1297,27 @@ def test_log_lines():
         line = [x for x in d.log().split("\n") if "request method=generate" in x][-1]
         assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z info request method=generate uid=\d+ pid=%d conn=\d+ msgid=2 "
                         r"id=\d+ reason=length prompt=3 cached=0 out=4 " % os.getpid(), line), line
+    finally:
+        assert d.stop() == 0
+
+
+@own
+def test_log_flood():
+    """Requests that are refused one after the other don't fill the disk, and the log says that it leaves some out."""
+    d = daemon("--log-level", "info")
+    try:
+        with d.peer() as p:
+            for _ in range(20):
+                ids = [p.start("generate", prompt="fail=bad_request n=0") for _ in range(50)]
+                for i in ids:
+                    refused(lambda: p.result(i), "bad_request")
+            time.sleep(1.1)
+            i = p.start("generate", prompt="fail=bad_request n=0")
+            refused(lambda: p.result(i), "bad_request")
+            refused(lambda: p.call("generate", prompt="fail=internal"), "internal")
+        lines = re.findall("reason=bad_request", d.log())
+        assert 50 <= len(lines) < 800 and re.search(r"log-lost lines=\d\d+", d.log()), len(lines)
+        assert "msgid=%d " % i in d.log() and "reason=internal" in d.log()
     finally:
         assert d.stop() == 0
 

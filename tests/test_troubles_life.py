@@ -560,6 +560,17 @@ def test_a_stranger_in_a_flood():
             assert ask(q, 20, 12, 9)["tokens"] == solo
             st = q.call("status")
             assert (st["running"], st["waiting"], st["finished"]) == (3, 5, done + 1), st
+            # what there is no room for waits, is told so, and no longer than it wants to
+            large = q.start("generate", **greedy(20, 2000, 10))
+            read_tokens(q, large, 1)
+            i = q.start("generate", **greedy(20, 2000, 10, progress=True, deadline_ms=500))
+            assert sorted(x["state"] for x in q.call("status")["sequences"]) == ["decode", "waiting"]
+            e = refused(lambda: q.result(i), "deadline")
+            assert e["completion_tokens"] == 0 and e["timing"]["queued_ms"] >= 500, e
+            told = [m[2][1] for m in q.seen if m[1] == "progress" and m[2][0] == i]
+            assert told == [{"phase": "queued", "done": 0, "total": 1}], told
+            q.call("cancel", msgid=large)
+            refused(lambda: q.result(large), "cancelled")
             for i in ids:
                 p.call("cancel", msgid=i)
                 refused(lambda: p.result(i), "cancelled")
