@@ -2,6 +2,7 @@
 // ops_cpu in exact f32; graphs, batches and tensor parallel against the plain run of itself.
 #include "tests/cuda/rig.h"
 
+#include <iterator>
 #include <string>
 
 #include "kernels/cuda/backend.h"
@@ -130,7 +131,7 @@ struct run_setup {
 struct run_result {
     std::vector<std::vector<std::vector<float>>> logits; // [lane][step][vocab]
     std::vector<std::vector<int>> token;                 // [lane][step]
-    std::vector<int> kept;                               // positions of the last step, lane, layer, head, slot in order
+    std::vector<int> prompted, kept;                     // positions, and whose, after the prompts and the last step; victims
     std::vector<float> scores, mass;
     std::vector<long> launches, graphs, rows;            // per decode step
     std::string failed;                                  // why nothing was computed any more
@@ -316,7 +317,7 @@ struct runner {
             pick(lane[i], std::vector<float>(logits.begin() + (long)i * m.d.n_vocab,
                                              logits.begin() + (long)(i + 1) * m.d.n_vocab));
     }
-    void read_all()
+    void read_all(std::vector<int> &kept, std::vector<float> &scores)
     {
         for (int lane = 0; lane < lanes; lane++)
             for (int l = 0; l < m.d.n_layer; l++)
@@ -325,9 +326,11 @@ struct runner {
                     std::vector<int32_t> pos(n);
                     std::vector<float> score(n);
                     o->kv_read(be, lane, l, h, pos.data(), score.data());
-                    out.kept.insert(out.kept.end(), pos.begin(), pos.end());
-                    out.kept.push_back(kv->victim[at(lane, l, h)]);
-                    out.scores.insert(out.scores.end(), score.begin(), score.end());
+                    int whose = (int)at(lane, l, h) << 10; // above what a position or a slot needs
+                    for (int32_t p : pos)
+                        kept.push_back(whose + p);
+                    kept.push_back(whose + 512 + kv->victim[at(lane, l, h)]);
+                    scores.insert(scores.end(), score.begin(), score.end());
                 }
     }
     runner(const ops *ops, const small_model &model, const run_setup &setup) : o(ops), m(model), s(setup)
@@ -351,7 +354,7 @@ struct runner {
         out.logits.resize(lanes);
         out.token.resize(lanes);
         std::vector<int> first, all;
-        std::vector<float> l(m.d.n_vocab);
+        std::vector<float> l(m.d.n_vocab), prompt_scores;
         for (int lane = 0; lane < lanes; lane++) {
             rule.emplace_back();
             for (int i = 0; i < m.d.n_layer; i++)
@@ -368,6 +371,7 @@ struct runner {
             pick(lane, l);
             all.push_back(lane);
         }
+        read_all(out.prompted, prompt_scores);
         float *x = o->state_new(be, lanes + 1, &err);
         if (!x)
             return;
@@ -375,7 +379,7 @@ struct runner {
             std::vector<int> now(all.begin() + (lanes > 1 && i % 4 == 3), all.end());
             decode(x, now);
         }
-        read_all();
+        read_all(out.kept, out.scores);
         o->state_free(be, x);
     }
 };
@@ -465,13 +469,25 @@ static void graphs_and_batches(const small_model &m, run_setup s)
     for (size_t lane = 1; lane < s.prompts.size(); lane++) {
         run_setup one = s;
         one.prompts = { s.prompts[lane] };
-        CHECK(same_bits(run(&ops_cuda, m, one), { { graph.logits[lane] }, {}, {}, {}, {}, {}, {}, {}, {} }, 0));
+        CHECK(same_bits(run(&ops_cuda, m, one), { { graph.logits[lane] }, {}, {}, {}, {}, {}, {}, {}, {}, {} }, 0));
     }
+}
+
+// Share of b that is in a.
+static double shared_of(std::vector<int> a, std::vector<int> b)
+{
+    std::vector<int> both;
+    std::sort(a.begin(), a.end());
+    std::sort(b.begin(), b.end());
+    std::set_intersection(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(both));
+    return (double)both.size() / (double)b.size();
 }
 
 static void tensor_parallel(const small_model &m, const run_setup &s, int most)
 {
-    // Sums over ranks round in another order; where nothing is evicted that changes nothing that is chosen.
+    // Sums over ranks add in another order: about 1e-7 of the largest hidden state after the first output projection, which grows
+    // to 1e-3 where it turns an operand's or a cached pair's bf16 rounding, there and in the scores of deeper layers. So a pair is
+    // kept instead of another where their scores are that near; where nothing goes, nothing that is chosen changes.
     bool evicts = s.budget < 300;
     run_result one = run(&ops_cuda, m, s);
     run_setup again = s;
@@ -487,11 +503,10 @@ static void tensor_parallel(const small_model &m, const run_setup &s, int most)
         long captured = 2; // decode batches of two sizes: a capture issues the calls once
         CHECK(shim::count.reduces - before == 2 * m.d.n_layer * (passes + captured));
         CHECK(shim::count.gathers - gathers == (long)s.prompts.size() + captured); // of logits: one a prompt, one a step
-        CHECK(tp.token == one.token);
-        size_t same = 0;
-        for (size_t i = 0; i < std::min(tp.kept.size(), one.kept.size()); i++)
-            same += tp.kept[i] == one.kept[i];
-        CHECK(tp.kept.size() == one.kept.size() && (double)same >= (evicts ? 0.9 : 1.0) * (double)one.kept.size());
+        CHECK(evicts || tp.token == one.token); // where pairs go the same tokens are fed, to compare what follows
+        double prompts = shared_of(tp.prompted, one.prompted), end = shared_of(tp.kept, one.kept);
+        CHECK(tp.prompted.size() == one.prompted.size() && tp.kept.size() == one.kept.size());
+        CHECK(prompts >= (evicts ? 0.99 : 1.0) && end >= (evicts ? 0.99 : 1.0));
         double worst = 0;
         for (size_t lane = 0; lane < s.prompts.size(); lane++)
             for (size_t i = 0; i < tp.logits[lane].size(); i++)
