@@ -53,7 +53,7 @@ static void submit(struct engine *e, struct cmd *c)
     struct seq *s;
 
     c->req = NULL;
-    if (req->kind >= ENGINE_DETOKENIZE && req->kind != ENGINE_APPLY_TEMPLATE) {
+    if (req->kind > ENGINE_APPLY_TEMPLATE) { /* the others have text or tokens, as much as a message holds */
         core_waited(e, req->uid);
         query_answer(e, c->id, req);
         return;

@@ -483,6 +483,13 @@ static struct engine_request *text(enum engine_kind kind, uint32_t uid, size_t l
         q->messages[0].role = (struct engine_text){ strdup("user"), 4 };
         q->messages[0].content = t;
         q->n_messages = 1;
+    } else if (kind == ENGINE_DETOKENIZE) {
+        free(t.s);
+        q->tokens = malloc(len * sizeof *q->tokens);
+        ck_assert_ptr_nonnull(q->tokens);
+        for (size_t i = 0; i < len; i++)
+            q->tokens[i] = (int32_t)(40 + i % 150);
+        q->n_tokens = (int)len;
     } else if (kind == ENGINE_SCORE) {
         q->has_text = q->has_cont_text = true;
         q->text = (struct engine_text){ strdup("a"), 1 };
@@ -499,7 +506,8 @@ static struct engine_request *text(enum engine_kind kind, uint32_t uid, size_t l
 /* However much text one user has waiting to be encoded, and in whatever kind of request: another's is next. */
 START_TEST(texts_take_turns)
 {
-    static const enum engine_kind kind[] = { ENGINE_TOKENIZE, ENGINE_APPLY_TEMPLATE, ENGINE_SCORE, ENGINE_GENERATE };
+    static const enum engine_kind kind[] = { ENGINE_TOKENIZE, ENGINE_APPLY_TEMPLATE, ENGINE_SCORE, ENGINE_GENERATE,
+                                             ENGINE_DETOKENIZE };
     struct engine_config c = config();
     struct skv_error err;
     struct engine *e = engine_new(&c, &err);
@@ -753,7 +761,7 @@ int main(void)
     c = tcase_create("others");
     tcase_set_timeout(c, 0);
     tcase_add_test(c, leave_among_packed);
-    tcase_add_loop_test(c, texts_take_turns, 0, 4);
+    tcase_add_loop_test(c, texts_take_turns, 0, 5);
     tcase_add_test(c, queue_has_room_for_others);
     suite_add_tcase(s, c);
     sr = srunner_create(s);
