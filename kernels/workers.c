@@ -23,6 +23,11 @@
 
 #define SPIN_US      80 /* how long a worker looks for the next job before it sleeps */
 #define TICKET_COUNT 32 /* shift of the item count */
+#define SHARE_END    32 /* shift of the end of what is left of a share */
+
+struct share {
+    _Alignas(64) _Atomic uint64_t left; /* items [low half, high half) */
+};
 
 struct workers {
     /* written at each job by the caller, added to by all */
@@ -36,6 +41,7 @@ struct workers {
     int n;             /* threads, the caller included */
     int n_started;     /* of the others */
     bool crowded;      /* more threads than CPUs: yield instead of spinning */
+    struct share *share; /* [n] of workers_run_shares */
     pthread_t *thread; /* [n - 1] */
     struct start {
         struct workers *w;
@@ -140,6 +146,48 @@ void workers_run(struct workers *w, int n, void (*fn)(void *arg, int item, int w
     }
 }
 
+struct share_job {
+    struct workers *w;
+    void (*fn)(void *arg, int item, int worker);
+    void *arg;
+};
+
+/* An item of what is left of a share: its owner takes the first, others the last. -1: none is left. */
+static int share_take(struct share *s, bool own)
+{
+    uint64_t left = atomic_load_explicit(&s->left, memory_order_relaxed), then;
+    uint32_t from, end;
+    do {
+        from = (uint32_t)left;
+        end = (uint32_t)(left >> SHARE_END);
+        if (from >= end)
+            return -1;
+        then = own ? left + 1 : left - ((uint64_t)1 << SHARE_END);
+    } while (!atomic_compare_exchange_weak_explicit(&s->left, &left, then, memory_order_relaxed, memory_order_relaxed));
+    return (int)(own ? from : end - 1);
+}
+
+/* There are as many calls as items, and a call takes one: what is looked for is always found. */
+static void share_item(void *arg, int call, int worker)
+{
+    const struct share_job *j = arg;
+    int n = j->w->n, item = share_take(&j->w->share[worker], true);
+    (void)call;
+    for (int i = 1; item < 0; i++)
+        item = share_take(&j->w->share[(worker + i) % n], false);
+    j->fn(j->arg, item, worker);
+}
+
+void workers_run_shares(struct workers *w, int n, void (*fn)(void *arg, int item, int worker), void *arg)
+{
+    struct share_job j = { w, fn, arg };
+    for (int i = 0; i < w->n; i++) {
+        uint64_t from = (uint64_t)n * (uint64_t)i / (uint64_t)w->n, end = (uint64_t)n * (uint64_t)(i + 1) / (uint64_t)w->n;
+        atomic_store_explicit(&w->share[i].left, end << SHARE_END | from, memory_order_relaxed);
+    }
+    workers_run(w, n, share_item, &j);
+}
+
 /* Pin worker `id` to the id-th CPU that this process may use. Pinning is a hint: a failure changes nothing. */
 static void pin(pthread_t t, const cpu_set_t *allowed, int id)
 {
@@ -168,7 +216,8 @@ struct workers *workers_new(int n, struct skv_error *err)
     w->n = n;
     w->thread = calloc((size_t)n, sizeof *w->thread);
     w->start = calloc((size_t)n, sizeof *w->start);
-    if (!w->thread || !w->start) {
+    w->share = aligned_alloc(64, (size_t)n * sizeof *w->share);
+    if (!w->thread || !w->start || !w->share) {
         workers_free(w);
         skv_fail(err, SKV_NO_MEMORY, "no memory for the worker pool");
         return NULL;
@@ -201,6 +250,7 @@ void workers_free(struct workers *w)
         pthread_join(w->thread[i], NULL);
     free(w->thread);
     free(w->start);
+    free(w->share);
     free(w);
 }
 

@@ -20,4 +20,8 @@ int workers_count(const struct workers *w);
  * depend on the order. `worker` in [0, count) selects scratch memory. Not reentrant. */
 void workers_run(struct workers *w, int n, void (*fn)(void *arg, int item, int worker), void *arg);
 
+/* The same for items that lie one after another in memory: every worker has a share of neighbours and takes them in order, one
+ * long stream to read. Who has done his share takes from the ends of the others'. */
+void workers_run_shares(struct workers *w, int n, void (*fn)(void *arg, int item, int worker), void *arg);
+
 #endif

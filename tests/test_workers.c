@@ -1,6 +1,7 @@
 /* test_workers.c - the worker pool: every item once, many small jobs, more threads than CPUs, silence when idle. */
 #include <check.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
@@ -8,6 +9,9 @@
 #include "kernels/workers.h"
 
 #define ITEMS 1000
+
+/* The two ways to hand items out. */
+static void (*const ways[])(struct workers *, int, void (*)(void *, int, int), void *) = { workers_run, workers_run_shares };
 
 struct count {
     atomic_int each[ITEMS];
@@ -41,7 +45,7 @@ START_TEST(test_every_item_once)
         for (int n = 0; n <= ITEMS; n = n < 20 ? n + 1 : n * 2) {
             struct count *c = calloc(1, sizeof *c);
             c->threads = threads[k];
-            workers_run(w, n, count_item, c);
+            ways[_i](w, n, count_item, c);
             for (int i = 0; i < ITEMS; i++)
                 ck_assert_int_eq(c->each[i], i < n);
             ck_assert_int_eq(c->bad_worker, 0);
@@ -68,12 +72,12 @@ static void sum_item(void *arg, int item, int worker)
 START_TEST(test_many_small_jobs)
 {
     struct skv_error err;
-    struct workers *w = workers_new(2 + 2 * _i, &err); /* 2: spinning; 4 and more: crowded here */
+    struct workers *w = workers_new(2 + 2 * (_i / 2), &err); /* 2: spinning; 4 and more: crowded here */
     struct sum s[2] = { { { 0 }, 0 } };
     const int jobs = 20000;
     for (int k = 0; k < jobs; k++) {
         s[k & 1].job = k;
-        workers_run(w, 2 + k % 7, sum_item, &s[k & 1]);
+        ways[_i % 2](w, 2 + k % 7, sum_item, &s[k & 1]);
         if (k % 5000 == 4999)
             usleep(3000); /* long enough for the workers to go to sleep */
     }
@@ -83,6 +87,43 @@ START_TEST(test_many_small_jobs)
             want[k & 1][i] += k;
     for (int i = 0; i < 16; i++)
         ck_assert_int_eq(s[i / 8].value[i % 8], want[i / 8][i % 8]);
+    workers_free(w);
+}
+END_TEST
+
+struct order {
+    int n[2], item[2][ITEMS]; /* what each worker took */
+    atomic_bool begun;        /* worker 0 has its first item, */
+    atomic_int left;          /* and holds it while worker 1 has so many to take */
+};
+
+static void order_item(void *arg, int item, int worker)
+{
+    struct order *o = arg;
+    o->item[worker][o->n[worker]++] = item;
+    if (worker == 0)
+        atomic_store(&o->begun, true);
+    else
+        atomic_fetch_sub(&o->left, 1);
+    while (worker == 0 ? atomic_load(&o->left) > 0 : !atomic_load(&o->begun))
+        usleep(100);
+}
+
+/* A worker takes its own share in order, then the other's from its end: here all of it but the first, which worker 0 is held up
+ * with. */
+START_TEST(test_shares)
+{
+    struct skv_error err;
+    struct workers *w = workers_new(2, &err);
+    struct order *o = calloc(1, sizeof *o);
+    atomic_store(&o->left, ITEMS - 1);
+    workers_run_shares(w, ITEMS, order_item, o);
+    ck_assert_int_eq(o->n[0], 1);
+    ck_assert_int_eq(o->item[0][0], 0);
+    ck_assert_int_eq(o->n[1], ITEMS - 1);
+    for (int i = 0; i < ITEMS - 1; i++)
+        ck_assert_int_eq(o->item[1][i], i < ITEMS / 2 ? ITEMS / 2 + i : ITEMS - 1 - i);
+    free(o);
     workers_free(w);
 }
 END_TEST
@@ -120,8 +161,9 @@ int main(void)
     Suite *s = suite_create("workers");
     TCase *t = tcase_create("workers");
     tcase_set_timeout(t, 60);
-    tcase_add_test(t, test_every_item_once);
-    tcase_add_loop_test(t, test_many_small_jobs, 0, 3);
+    tcase_add_loop_test(t, test_every_item_once, 0, 2);
+    tcase_add_loop_test(t, test_many_small_jobs, 0, 6);
+    tcase_add_test(t, test_shares);
     tcase_add_test(t, test_idle_uses_no_cpu);
     tcase_add_test(t, test_bad_count);
     suite_add_tcase(s, t);

@@ -14,7 +14,7 @@
 #include <string.h>
 
 #define ROW_BLOCK    128   /* rows of an item at most: 32 KiB of accumulators for the gated product */
-#define ITEM_BYTES   12288 /* weights of a small item at least: what one core reads in half a microsecond */
+#define ITEM_BYTES   12288 /* weights of an item at least: what one core reads in half a microsecond */
 #define ROWS_INLINE  2     /* row work of so few rows isn't worth waking anyone for */
 #define ROWS_ITEM    8     /* rows of an item of row work at most */
 #define ROPE_AHEAD   256   /* positions added to the table at a time */
@@ -289,8 +289,8 @@ struct mul_job {
     float *out; /* STORE, ADD: [n_row][ld] */
     size_t ld;
     struct kern_input *next; /* GATED: gets act(gate) * up */
-    /* the cut: per block of rows, n_big items of `big` units, then small ones of `chunk` */
-    int n_unit, n_big, big, chunk, n_chunk, row_block;
+    /* the cut: per block of rows, n_chunk items of `chunk` units */
+    int n_unit, chunk, n_chunk, row_block;
 };
 
 /* A panel that hangs over the matrix's last row: its real outputs only. */
@@ -354,9 +354,7 @@ static void mul_item(void *arg, int item, int worker)
     const struct mul_job *j = arg;
     int row0 = item / j->n_chunk * j->row_block, k = item % j->n_chunk;
     int n_row = j->n_row - row0 < j->row_block ? j->n_row - row0 : j->row_block;
-    int first = k < j->n_big ? k * j->big : j->n_big * j->big + (k - j->n_big) * j->chunk;
-    int end = first + (k < j->n_big ? j->big : j->chunk);
-    for (int u = first; u < end && u < j->n_unit; u++) {
+    for (int u = k * j->chunk; u < (k + 1) * j->chunk && u < j->n_unit; u++) {
         if (j->ep == EP_GATED)
             unit_gated(j, u, row0, n_row, worker);
         else
@@ -364,8 +362,7 @@ static void mul_item(void *arg, int item, int worker)
     }
 }
 
-/* First an item for each thread with half of its share, so that it reads one long stream of weights; then small items
- * of about ITEM_BYTES that even out who is late. With many threads and few panels the rows are cut as well. */
+/* Small items even out who is late. With many threads and few panels the rows are cut as well. */
 static void mul_run(struct mul_job *j)
 {
     int threads = workers_count(j->c->workers);
@@ -380,9 +377,7 @@ static void mul_run(struct mul_job *j)
     }
     int most = j->n_unit / (threads * 4), want = (int)((ITEM_BYTES + unit_bytes - 1) / unit_bytes);
     j->chunk = want < most ? want : most > 0 ? most : 1;
-    j->big = j->n_unit / (threads * 2);
-    j->n_big = j->big > j->chunk ? threads : 0;
-    j->n_chunk = j->n_big + (j->n_unit - j->n_big * j->big + j->chunk - 1) / j->chunk;
+    j->n_chunk = (j->n_unit + j->chunk - 1) / j->chunk;
     int blocks = (threads * 4 + j->n_chunk - 1) / j->n_chunk, least = (j->n_row + ROW_BLOCK - 1) / ROW_BLOCK;
     if (blocks > j->n_row / 32)
         blocks = j->n_row / 32;
@@ -390,7 +385,7 @@ static void mul_run(struct mul_job *j)
         blocks = least;
     j->row_block = (j->n_row + blocks - 1) / blocks;
     blocks = (j->n_row + j->row_block - 1) / j->row_block;
-    workers_run(j->c->workers, j->n_chunk * blocks, mul_item, j);
+    workers_run_shares(j->c->workers, j->n_chunk * blocks, mul_item, j);
 }
 
 /* --- the operations -------------------------------------------------------------------------------------------- */
