@@ -167,15 +167,15 @@ static int share_take(struct share *s, bool own)
     return (int)(own ? from : end - 1);
 }
 
-/* There are as many calls as items, and a call takes one: what is looked for is always found. */
-static void share_item(void *arg, int call, int worker)
+/* One call for each worker; it ends when nothing is left to be taken anywhere. */
+static void share_work(void *arg, int call, int worker)
 {
     const struct share_job *j = arg;
-    int n = j->w->n, item = share_take(&j->w->share[worker], true);
+    int n = j->w->n, item;
     (void)call;
-    for (int i = 1; item < 0; i++)
-        item = share_take(&j->w->share[(worker + i) % n], false);
-    j->fn(j->arg, item, worker);
+    for (int i = 0; i < n; i++)
+        while ((item = share_take(&j->w->share[(worker + i) % n], i == 0)) >= 0)
+            j->fn(j->arg, item, worker);
 }
 
 void workers_run_shares(struct workers *w, int n, void (*fn)(void *arg, int item, int worker), void *arg)
@@ -185,7 +185,7 @@ void workers_run_shares(struct workers *w, int n, void (*fn)(void *arg, int item
         uint64_t from = (uint64_t)n * (uint64_t)i / (uint64_t)w->n, end = (uint64_t)n * (uint64_t)(i + 1) / (uint64_t)w->n;
         atomic_store_explicit(&w->share[i].left, end << SHARE_END | from, memory_order_relaxed);
     }
-    workers_run(w, n, share_item, &j);
+    workers_run(w, w->n, share_work, &j);
 }
 
 /* Pin worker `id` to the id-th CPU that this process may use. Pinning is a hint: a failure changes nothing. */
