@@ -134,6 +134,8 @@ void engine_request_free(struct engine_request *r)
     free(r->pin);
     free(r->cont_text.s);
     free(r->cont_tokens);
+    free(r->cand);
+    free(r->cand_from);
     free(r->set_name);
     free(r);
 }
