@@ -181,6 +181,10 @@ static void share_work(void *arg, int call, int worker)
 void workers_run_shares(struct workers *w, int n, void (*fn)(void *arg, int item, int worker), void *arg)
 {
     struct share_job j = { w, fn, arg };
+    if (n <= 1) { /* not worth waking anyone */
+        workers_run(w, n, fn, arg);
+        return;
+    }
     for (int i = 0; i < w->n; i++) {
         uint64_t from = (uint64_t)n * (uint64_t)i / (uint64_t)w->n, end = (uint64_t)n * (uint64_t)(i + 1) / (uint64_t)w->n;
         atomic_store_explicit(&w->share[i].left, end << SHARE_END | from, memory_order_relaxed);

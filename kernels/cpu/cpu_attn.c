@@ -604,7 +604,7 @@ void cpu_attn_decode(void *be, int layer, const struct ops_pass *pass, const str
         }
         job.n_unit = (seg - done) * n_kv;
         aw->first[job.n_unit] = task;
-        workers_run(c->workers, task, decode_task, &job);
+        workers_run_shares(c->workers, task, decode_task, &job);
         done = seg;
     }
 }

@@ -141,5 +141,5 @@ void cpu_kv_store(struct cpu *c, int layer, const struct ops_pass *pass, const i
 {
     struct kv_store s = { c, pass, slot, layer, cpu_rows_item(c, pass->n_row, KV_CHUNK) };
     if (pass->n_row > 0)
-        workers_run(c->workers, (pass->n_row + s.per_item - 1) / s.per_item, store_chunk, &s);
+        workers_run_shares(c->workers, (pass->n_row + s.per_item - 1) / s.per_item, store_chunk, &s);
 }

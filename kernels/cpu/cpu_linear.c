@@ -214,7 +214,7 @@ static void rows_run(struct row_job *j)
 {
     j->per_item = j->n_row <= ROWS_INLINE ? j->n_row : cpu_rows_item(j->c, j->n_row, ROWS_ITEM);
     if (j->n_row > 0)
-        workers_run(j->c->workers, (j->n_row + j->per_item - 1) / j->per_item, row_item, j);
+        workers_run_shares(j->c->workers, (j->n_row + j->per_item - 1) / j->per_item, row_item, j);
 }
 
 static void row_norm_quant(const struct row_job *j, int row, int worker)
