@@ -17,6 +17,7 @@
 #define READ_BYTES     65536  /* one read */
 #define READ_ROUNDS    4      /* reads of one client before the others have their turn */
 #define FRAMES_A_TURN  64     /* likewise */
+#define BUSY_OF_USER   4      /* so many of a user's connections may take whole turns and not be put off */
 #define CHUNK_BYTES    16384
 #define KEEP_IN_BYTES  16384  /* an idle connection holds no more than this for input */
 #define IOV            16
@@ -441,7 +442,7 @@ static void in_consume(struct client *c, size_t n)
 }
 
 /* Take the frames that are complete; stops when the client is paused, dead or has had its turn. True: it has had its turn with
- * bytes left, and nothing more is to be read from it before the next one. */
+ * bytes left. */
 static bool take_frames(struct client *c)
 {
     size_t at = 0; /* where the first frame begins */
@@ -468,10 +469,7 @@ static bool take_frames(struct client *c)
         frames++;
     }
     in_consume(c, at);
-    if (frames < FRAMES_A_TURN || c->in_len == 0)
-        return false;
-    event_active(c->rd, EV_READ, 0);
-    return true;
+    return frames == FRAMES_A_TURN && c->in_len > 0;
 }
 
 /* The peer has closed its end. It may still read: then its requests go on. */
@@ -489,17 +487,11 @@ static void at_eof(struct client *c)
         client_drop(c, DROP_DISCONNECT, "closed by the peer");
 }
 
-static void on_read(evutil_socket_t fd, short what, void *arg)
+/* One turn: what is left from the last, then what has arrived, up to a bound. True: it took all of its turn. */
+static bool read_turn(struct client *c)
 {
-    struct client *c = arg;
-
-    (void)fd;
-    (void)what;
-    if (c->dead || c->closing)
-        return;
-    c->active_ms = now_ms();
-    if (take_frames(c)) /* left from the last turn */
-        return;
+    if (take_frames(c))
+        return true;
     for (int i = 0; i < READ_ROUNDS && !c->dead && !c->closing && !c->eof; i++) {
         struct skv_error err;
         size_t n;
@@ -507,30 +499,60 @@ static void on_read(evutil_socket_t fd, short what, void *arg)
 
         if (c->paused) { /* it doesn't read, so we don't either */
             event_del(c->rd);
-            return;
+            return false;
         }
         if (grow_input(c, &err) != 0) {
             if (err.code == SKV_NO_MEMORY)
                 client_drop(c, DROP_MEMORY, err.msg);
             else
                 client_fault(c, &err);
-            return;
+            return false;
         }
         n = c->in_cap - c->in_len < READ_BYTES ? c->in_cap - c->in_len : READ_BYTES;
         r = recv(c->fd, c->in + c->in_len, n, MSG_DONTWAIT);
         if (r < 0) {
             if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
                 client_drop(c, DROP_DISCONNECT, strerror(errno));
-            return;
+            return false;
         }
         if (r == 0) {
             at_eof(c);
-            return;
+            return false;
         }
         c->in_len += (size_t)r;
-        if (take_frames(c) || (size_t)r < n)
-            return;
+        if (take_frames(c))
+            return true;
+        if ((size_t)r < n)
+            return false;
     }
+    return !c->dead && !c->closing && !c->eof;
+}
+
+/* A user's connections that take all of their turns are many: the next turn of this one comes when nobody else wants one. Few are
+ * never put off, or somebody's many small messages could keep another's long one waiting. */
+static void note_turn(struct client *c, bool all)
+{
+    if (c->user == NULL) /* it was dropped */
+        return;
+    c->user->busy += all - c->busy;
+    c->busy = all;
+    event_priority_set(c->rd, all && c->user->busy > BUSY_OF_USER ? LOOP_LATER : LOOP_NORMAL);
+}
+
+static void on_read(evutil_socket_t fd, short what, void *arg)
+{
+    struct client *c = arg;
+    bool all;
+
+    (void)fd;
+    (void)what;
+    if (c->dead || c->closing)
+        return;
+    c->active_ms = now_ms();
+    all = read_turn(c);
+    note_turn(c, all);
+    if (all)
+        event_active(c->rd, EV_READ, 0); /* frames may be waiting in our own buffer */
 }
 
 /* ---- time ------------------------------------------------------------------------------------------ */

@@ -37,6 +37,7 @@ struct client {
     int64_t out_bytes;
     int64_t buffered;     /* of in_cap and out_bytes, what the quotas know */
     int64_t out_since_ms; /* output has waited without any progress since */
+    bool busy;            /* its last turn was a whole one */
     bool paused;          /* its sequences are */
     int64_t paused_since_ms;
     bool eof;             /* it sends no more, but may read */

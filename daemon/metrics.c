@@ -170,6 +170,7 @@ static void daemon_part(struct text *t, const struct server *s)
     one(t, "requests_in_flight", "gauge", "Requests in flight, queries too.", s->quotas.requests);
     one(t, "prompt_bytes_in_flight", "gauge", "Bytes of the prompts in flight.", (double)s->quotas.prompt_bytes);
     one(t, "connections_total", "counter", "Connections accepted.", (double)s->counters.accepted);
+    one(t, "messages_total", "counter", "Messages received.", (double)s->counters.frames);
     one(t, "connections_refused_total", "counter", "Connections turned away.", (double)s->counters.refused);
     head(t, "connections_closed_total", "counter", "Connections that ended, by reason.");
     for (int i = 0; i < DROP_KINDS; i++)

@@ -86,6 +86,8 @@ void quotas_disconnect(struct server *s, struct client *c)
     if (c->user == NULL)
         return;
     c->user->connections--;
+    c->user->busy -= c->busy;
+    c->busy = false;
     c->user->buffered -= c->buffered;
     s->quotas.buffered -= c->buffered;
     c->buffered = 0;

@@ -185,7 +185,7 @@ static struct event *add(struct server *s, evutil_socket_t fd, short what, event
 }
 
 /* What one callback makes active again (a client with frames left, the engine with events left) comes after the others' sockets:
- * they are asked every so many callbacks. Without that, one client that sends without end would have the loop to itself. */
+ * they are asked every so many callbacks. Without that, clients that send without end would have the loop to themselves. */
 static struct event_base *new_base(void)
 {
     struct event_config *cfg = event_config_new();
@@ -193,6 +193,8 @@ static struct event_base *new_base(void)
 
     if (cfg != NULL && event_config_set_max_dispatch_interval(cfg, NULL, CALLBACKS_A_TURN, 0) == 0)
         base = event_base_new_with_config(cfg);
+    if (base != NULL)
+        event_base_priority_init(base, LOOP_PRIORITIES);
     if (cfg != NULL)
         event_config_free(cfg);
     return base;

@@ -34,6 +34,7 @@ struct user {
     struct user *next;
     uint32_t uid;
     int connections, requests;
+    int busy; /* connections whose last turn was a whole one */
     int64_t prompt_bytes, buffered;
 };
 
@@ -51,6 +52,9 @@ struct counters {
     int64_t errors[SKV_CODE_COUNT]; /* requests that ended with it */
     int64_t pauses;
 };
+
+/* Of the loop's events; libevent gives the middle one to all of which nothing is said. */
+enum { LOOP_NORMAL = 1, LOOP_LATER, LOOP_PRIORITIES };
 
 enum server_state { SERVER_SERVING, SERVER_DRAINING, SERVER_STOPPING };
 

@@ -1369,6 +1369,37 @@ def test_metrics():
 
 
 @own
+def test_a_flood_of_one_users_connections():
+    """Two hundred connections of one user have sent all they could: who comes with a message waits for a few of them, not for all.
+    So many messages are handled from one of his answers to the next."""
+    path = os.path.join(tmp, "flood.sock")
+    n, each, calls, turn = 200, 5000 if SANITIZED else 30000, 20, 64
+
+    def handled():
+        with socket.socket(socket.AF_UNIX) as s:
+            s.connect(path)
+            return int(re.search(r"^skvd_messages_total (\d+)", http_get(s, "/metrics"), re.M)[1])
+
+    d = daemon("--metrics", "unix:" + path)
+    try:
+        with d.peer(timeout=60) as p:
+            many = [d.peer(timeout=60) for _ in range(n)]
+            for m in many:
+                m.raw(pack([2, "x", []]) * each + pack([0, 1, "hello", []]))
+            before = handled()
+            for _ in range(calls):
+                p.call("hello")
+            between = handled() - before
+            assert len(select.select([m.s for m in many], [], [], 0)[0]) < n / 2, "the flood was over too soon"
+            assert between < calls * n * turn / 2, between
+            for m in many:
+                assert m.result(1)
+                m.close()
+    finally:
+        assert d.stop() == 0
+
+
+@own
 def test_metrics_tcp():
     s = socket.socket()
     s.bind(("127.0.0.1", 0))
