@@ -46,6 +46,7 @@ struct client {
 
     struct request_list requests;
     int n_requests;
+    int64_t prompt_bytes; /* of them */
     unsigned topics; /* of admin.h */
 };
 

@@ -30,7 +30,7 @@ struct config {
 
     int max_connections, max_connections_per_user;
     int max_requests, max_requests_per_user, max_requests_per_connection;
-    int64_t max_prompt, max_prompt_per_user; /* bytes of prompts in flight */
+    int64_t max_prompt, max_prompt_per_user, max_prompt_per_connection; /* bytes of prompts in flight */
     int64_t max_buffer, max_buffer_per_user; /* bytes of messages that are not whole yet, and of output that waits */
     int64_t frame_limit;
     int nesting_limit;

@@ -117,6 +117,14 @@ int quotas_buffer(struct server *s, struct client *c, size_t more, struct skv_er
     return 0;
 }
 
+/* The largest prompt that any limit lets through. */
+static int64_t prompt_most(const struct config *cfg)
+{
+    int64_t n = cfg->max_prompt < cfg->max_prompt_per_user ? cfg->max_prompt : cfg->max_prompt_per_user;
+
+    return n < cfg->max_prompt_per_connection ? n : cfg->max_prompt_per_connection;
+}
+
 int quotas_begin(struct server *s, struct client *c, int64_t bytes, bool generates, struct user **user,
                  struct skv_error *err)
 {
@@ -125,10 +133,9 @@ int quotas_begin(struct server *s, struct client *c, int64_t bytes, bool generat
     struct user *u = c->user;
     int more = generates ? 0 : QUERIES_MORE;
 
-    if (bytes > cfg->max_prompt_per_user || bytes > cfg->max_prompt)
-        return skv_fail(err, SKV_TOO_LARGE, "the prompt counts as %lld bytes, more than max-prompt or max-prompt-per-user "
-                        "ever allow (%lld)", (long long)bytes,
-                        (long long)(cfg->max_prompt_per_user < cfg->max_prompt ? cfg->max_prompt_per_user : cfg->max_prompt));
+    if (bytes > prompt_most(cfg))
+        return skv_fail(err, SKV_TOO_LARGE, "the prompt counts as %lld bytes, more than max-prompt, max-prompt-per-user or "
+                        "max-prompt-per-connection ever allow (%lld)", (long long)bytes, (long long)prompt_most(cfg));
     if (c->n_requests >= cfg->max_requests_per_connection + more)
         return refuse(s, err, "too many requests in flight on this connection", c->n_requests,
                       "max-requests-per-connection");
@@ -136,6 +143,9 @@ int quotas_begin(struct server *s, struct client *c, int64_t bytes, bool generat
         return refuse(s, err, "too many requests in flight of this user", u->requests, "max-requests-per-user");
     if (q->requests >= cfg->max_requests + more)
         return refuse(s, err, "too many requests in flight", q->requests, "max-requests");
+    if (c->prompt_bytes + bytes > cfg->max_prompt_per_connection)
+        return refuse(s, err, "the prompts in flight on this connection are too large", c->prompt_bytes + bytes,
+                      "max-prompt-per-connection");
     if (u->prompt_bytes + bytes > cfg->max_prompt_per_user)
         return refuse(s, err, "the prompts in flight of this user are too large", u->prompt_bytes + bytes,
                       "max-prompt-per-user");
@@ -143,6 +153,7 @@ int quotas_begin(struct server *s, struct client *c, int64_t bytes, bool generat
         return refuse(s, err, "the prompts in flight are too large", q->prompt_bytes + bytes, "max-prompt");
     u->requests++;
     u->prompt_bytes += bytes;
+    c->prompt_bytes += bytes;
     q->requests++;
     q->prompt_bytes += bytes;
     *user = u;

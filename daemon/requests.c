@@ -65,6 +65,7 @@ static void detach(struct request *r)
         return;
     TAILQ_REMOVE(&c->requests, r, link);
     c->n_requests--;
+    c->prompt_bytes -= r->prompt_bytes;
     r->c = NULL;
     if (!c->dead)
         client_request_done(c);
@@ -257,6 +258,7 @@ static struct engine_request *to_engine(const struct server *s, const struct cli
         return NULL;
     }
     er->uid = c->uid;
+    er->conn = c->id;
     er->pid = c->pid;
     if (m->id == METHOD_GENERATE || m->id == METHOD_SCORE) {
         er->raw = a->raw;
@@ -348,6 +350,7 @@ static int engine_method(struct client *c, uint32_t msgid, const struct method *
     r = requests_submit(s, c, msgid, m, er, err);
     if (r == NULL) {
         quotas_end(s, user, bytes);
+        c->prompt_bytes -= bytes;
         if (m->id == METHOD_STATUS) { /* it says how things stand, always */
             wire_buf_clear(&s->out);
             reply_status(&s->out, msgid, s, NULL);

@@ -48,6 +48,7 @@ struct engine_config {
     int session_idle_s;       /* idle sessions end after this; 0: never */
     int kv_reserve;           /* tokens, prompt and answer, of a request for which a user who runs something leaves room to others; 0: none */
     int64_t max_kv_user;      /* bytes that one user's sequences may need together; 0: no limit */
+    int64_t max_kv_connection; /* the same for those of one connection, which is always one user's */
     struct engine_kv_options kv;
     void (*log)(void *arg, int level, const char *msg); /* level: syslog's; any thread */
     void *log_arg;
@@ -116,6 +117,7 @@ struct engine_range {
 struct engine_request {
     enum engine_kind kind;
     uint32_t uid;
+    uint64_t conn; /* the connection that it came by */
     int32_t pid;
 
     /* exactly one of the three (GENERATE, SCORE); text also for TOKENIZE; tokens for DETOKENIZE; messages for

@@ -178,12 +178,17 @@ static int set(struct engine *e, struct engine_request *r, struct engine_answer 
         { "session_idle_s", &e->cfg.session_idle_s, 0, 86400 * 365 },
         { "kv_reserve", &e->cfg.kv_reserve, 0, 1 << 24 },
     };
+    const struct {
+        const char *name;
+        int64_t *value;
+    } bytes[] = { { "max_kv_user", &e->cfg.max_kv_user }, { "max_kv_connection", &e->cfg.max_kv_connection } };
 
     (void)a;
-    if (r->set_name != NULL && strcmp(r->set_name, "max_kv_user") == 0 && r->set_value >= 0 && r->set_value < 0x1p62) {
-        e->cfg.max_kv_user = (int64_t)r->set_value;
-        return 0;
-    }
+    for (size_t i = 0; i < sizeof bytes / sizeof *bytes; i++)
+        if (r->set_name != NULL && strcmp(r->set_name, bytes[i].name) == 0 && r->set_value >= 0 && r->set_value < 0x1p62) {
+            *bytes[i].value = (int64_t)r->set_value;
+            return 0;
+        }
     for (size_t i = 0; i < sizeof setting / sizeof *setting; i++) {
         if (r->set_name == NULL || strcmp(setting[i].name, r->set_name) != 0)
             continue;
@@ -194,7 +199,8 @@ static int set(struct engine *e, struct engine_request *r, struct engine_answer 
         *setting[i].value = (int)r->set_value;
         return 0;
     }
-    return skv_fail(err, SKV_BAD_REQUEST, "\"%s\" cannot be set while running; step_ms, max_batch, session_idle_s, kv_reserve and max_kv_user can",
+    return skv_fail(err, SKV_BAD_REQUEST, "\"%s\" cannot be set while running; step_ms, max_batch, session_idle_s, kv_reserve, max_kv_user and "
+                    "max_kv_connection can",
                     r->set_name != NULL ? r->set_name : "");
 }
 

@@ -312,26 +312,39 @@ static int take_memory(struct engine *e, struct seq *s, struct skv_error *err)
     return 0;
 }
 
-/* This user's least recently used idle session. */
-static struct seq *oldest_session(struct engine *e, uint32_t uid)
+/* What one limit of KV memory is for. */
+struct kv_limit {
+    int64_t most; /* bytes; 0: no limit */
+    bool conn;    /* for a connection, not for a user */
+    const char *whose, *one, *setting;
+};
+
+static bool shares(const struct kv_limit *l, const struct seq *a, const struct seq *b)
+{
+    return a->uid == b->uid && (!l->conn || a->conn == b->conn);
+}
+
+/* The least recently used idle session that counts as s does. */
+static struct seq *oldest_session(struct engine *e, const struct kv_limit *l, const struct seq *of)
 {
     struct seq *s, *oldest = NULL;
 
     TAILQ_FOREACH(s, &e->seqs, link)
-        if (s->state == SEQ_IDLE && s->uid == uid && (oldest == NULL || s->t_idle < oldest->t_idle))
+        if (s->state == SEQ_IDLE && shares(l, s, of) && (oldest == NULL || s->t_idle < oldest->t_idle))
             oldest = s;
     return oldest;
 }
 
-/* Pages promised to a user's sequences and to those that wait, without one; *idle: of that, what idle sessions hold. */
-static int64_t promised_to(const struct engine *e, uint32_t uid, const struct seq *without, int64_t *idle)
+/* Pages promised to those that count as `without` does, and to those of them that wait, without it; *idle: of that, what idle
+ * sessions hold. */
+static int64_t promised_to(const struct engine *e, const struct kv_limit *l, const struct seq *without, int64_t *idle)
 {
     const struct seq *s;
     int64_t sum = 0;
 
     *idle = 0;
     TAILQ_FOREACH(s, &e->seqs, link) {
-        if (s->uid != uid || s == without)
+        if (!shares(l, s, without) || s == without)
             continue;
         int64_t more = s->state == SEQ_WAITING ? sched_wanted_pages(e, s) : 0;
         sum += more > s->reserved ? more : s->reserved;
@@ -340,30 +353,37 @@ static int64_t promised_to(const struct engine *e, uint32_t uid, const struct se
     return sum;
 }
 
-/* max_kv_user: what is admitted never grows beyond it, so it is looked at once, here. The user's own idle sessions make room. */
-static int check_share(struct engine *e, struct seq *s, struct skv_error *err)
+/* What is admitted never grows beyond a limit, so it is looked at once, here. Their own idle sessions make room. */
+static int check_share(struct engine *e, const struct kv_limit *l, struct seq *s, struct skv_error *err)
 {
-    int64_t page = (int64_t)e->kv->page.bytes, most = e->cfg.max_kv_user / page, need, held, idle;
+    int64_t page = (int64_t)e->kv->page.bytes, most = l->most / page, need, held, idle;
 
-    if (e->cfg.max_kv_user <= 0)
+    if (l->most <= 0)
         return 0;
     need = sched_wanted_pages(e, s);
-    held = promised_to(e, s->uid, s, &idle);
+    held = promised_to(e, l, s, &idle);
     if (need > most)
-        return skv_fail(err, SKV_TOO_LARGE, "%d prompt and %d answer tokens need %lld bytes of KV memory, one user may have %lld "
-                        "(max-kv-per-user decides)", s->n_prompt, s->n_max, (long long)(need * page),
-                        (long long)e->cfg.max_kv_user);
+        return skv_fail(err, SKV_TOO_LARGE, "%d prompt and %d answer tokens need %lld bytes of KV memory, one %s may have %lld "
+                        "(%s decides)", s->n_prompt, s->n_max, (long long)(need * page), l->one, (long long)l->most, l->setting);
     if (held - idle + need > most)
-        return skv_fail(err, SKV_OVERLOADED, "this user's requests need %lld bytes of KV memory already, this one %lld, and one "
-                        "user may have %lld (max-kv-per-user decides): try again later", (long long)((held - idle) * page),
-                        (long long)(need * page), (long long)e->cfg.max_kv_user);
+        return skv_fail(err, SKV_OVERLOADED, "%s requests need %lld bytes of KV memory already, this one %lld, and one "
+                        "%s may have %lld (%s decides): try again later", l->whose, (long long)((held - idle) * page),
+                        (long long)(need * page), l->one, (long long)l->most, l->setting);
     while (held + need > most) {
-        struct seq *oldest = oldest_session(e, s->uid);
+        struct seq *oldest = oldest_session(e, l, s);
         assert(oldest != NULL); /* all idle ones together are enough */
         held -= oldest->reserved;
         sched_drop_session(e, oldest, true);
     }
     return 0;
+}
+
+static int check_shares(struct engine *e, struct seq *s, struct skv_error *err)
+{
+    const struct kv_limit of_conn = { e->cfg.max_kv_connection, true, "this connection's", "connection", "max-kv-per-connection" };
+    const struct kv_limit of_user = { e->cfg.max_kv_user, false, "this user's", "user", "max-kv-per-user" };
+
+    return check_share(e, &of_conn, s, err) < 0 ? -1 : check_share(e, &of_user, s, err);
 }
 
 void sched_enqueue(struct engine *e, struct seq *s)
@@ -386,7 +406,7 @@ void sched_enqueue(struct engine *e, struct seq *s)
                    s->n_prompt, s->n_max, (double)need * kib, s->plan.policy->name, (double)total * kib);
         return;
     }
-    if (check_share(e, s, &err) < 0) {
+    if (check_shares(e, s, &err) < 0) {
         sched_fail(e, s, err.code, "%s", err.msg);
         return;
     }

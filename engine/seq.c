@@ -48,6 +48,7 @@ void seq_begin_request(struct seq *s, uint64_t id, struct engine_request *take)
     s->request = id;
     s->req = take;
     s->pid = take->pid;
+    s->conn = take->conn;
     s->state = SEQ_TEXT;
     s->paused = s->resting = s->thinned = false;
     s->n_turn = 0;

@@ -38,6 +38,7 @@ struct seq {
     bool resting;          /* without a place in the step, as it is another user's turn; keeps its lane and pages */
     bool doomed;           /* an idle session that admission is about to end */
     uint32_t uid;
+    uint64_t conn;         /* of the request being served, or of the session's last one */
     struct user *user;     /* of that id; the engine's */
     int32_t pid;
     char session[64];      /* "" none */

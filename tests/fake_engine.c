@@ -692,6 +692,8 @@ static enum skv_code answer_set(struct engine *e, const struct engine_request *r
         e->cfg.step_ms = (int)r->set_value;
     else if (strcmp(r->set_name, "max_kv_user") == 0)
         e->cfg.max_kv_user = (int64_t)r->set_value;
+    else if (strcmp(r->set_name, "max_kv_connection") == 0)
+        e->cfg.max_kv_connection = (int64_t)r->set_value;
     else if (strcmp(r->set_name, "max_batch") == 0 && r->set_value <= 1000)
         e->cfg.max_batch = (int)r->set_value;
     else if (strcmp(r->set_name, "queue_len") == 0)
@@ -738,7 +740,7 @@ int engine_submit(struct engine *e, struct engine_request *r, uint64_t *id, stru
 {
     bool work = r->kind == ENGINE_GENERATE || r->kind == ENGINE_SCORE;
     struct job *j = NULL;
-    int waiting = 0, of_user = 0, rc = 0;
+    int waiting = 0, of_user = 0, of_conn = 0, rc = 0;
 
     if (work && (j = calloc(1, sizeof *j)) == NULL)
         return skv_fail(err, SKV_OVERLOADED, "no memory for the request");
@@ -749,6 +751,7 @@ int engine_submit(struct engine *e, struct engine_request *r, uint64_t *id, stru
         TAILQ_FOREACH(k, &e->jobs, link) {
             waiting += !k->running;
             of_user += k->r->uid == r->uid;
+            of_conn += k->r->conn == r->conn;
         }
     }
     if (work && e->draining) {
@@ -758,6 +761,8 @@ int engine_submit(struct engine *e, struct engine_request *r, uint64_t *id, stru
         err->retry_after_ms = 500;
     } else if (work && e->cfg.max_kv_user > 0 && 1000 * (of_user + 1) > e->cfg.max_kv_user) {
         rc = skv_fail(err, SKV_OVERLOADED, "%d sequences of 1000 bytes each (max-kv-per-user)", of_user);
+    } else if (work && e->cfg.max_kv_connection > 0 && 1000 * (of_conn + 1) > e->cfg.max_kv_connection) {
+        rc = skv_fail(err, SKV_OVERLOADED, "%d sequences of 1000 bytes each (max-kv-per-connection)", of_conn);
     } else if (work) {
         j->id = *id = ++e->next_id;
         j->r = r;

@@ -557,9 +557,15 @@ def test_quotas():
                 p.call("set", **{"max-prompt-per-user": 100000, "max-prompt": 2000})
                 e = refused(lambda: p.call("generate", **prompt), "overloaded", "max-prompt)")
                 assert e["retry_after_ms"] > 0
-                p.call("set", **{"max-prompt-per-user": 2000, "max-prompt": "256M"})
+                p.call("set", **{"max-prompt": "256M", "max-prompt-per-connection": 2000})
+                e = refused(lambda: p.call("generate", **prompt), "overloaded", "max-prompt-per-connection")
+                assert e["retry_after_ms"] > 0
+                with d.peer() as q:
+                    assert q.call("generate", prompt="n=1 " + "x" * 1500)["completion_tokens"] == 1
                 p.call("cancel", msgid=i)
                 refused(lambda: p.result(i), "cancelled")
+                assert p.call("generate", prompt="n=1 " + "x" * 1500)["completion_tokens"] == 1
+                p.call("set", **{"max-prompt-per-user": 2000, "max-prompt-per-connection": "64M"})
                 until(lambda: p.call("status")["requests"] == 1)
         healthy(d)
     finally:
@@ -675,6 +681,11 @@ def test_kv_quota():
             p.call("set", **{"max-kv-per-user": 3500})
             p.start("generate", prompt="n=100000 delay=5", stream=False)
             assert p.call("generate", prompt="n=1")["completion_tokens"] == 1
+            p.call("set", **{"max-kv-per-connection": 2000})
+            e = refused(lambda: p.call("generate", prompt="n=1"), "overloaded", "max-kv-per-connection")
+            assert e["retry_after_ms"] > 0
+            with d.peer() as q:
+                assert q.call("generate", prompt="n=1")["completion_tokens"] == 1
         healthy(d)
     finally:
         assert d.stop() == 0

@@ -97,6 +97,53 @@ START_TEST(full_batch_shared)
 }
 END_TEST
 
+/* A user, and a connection, may have so much memory, in sequences and in those that wait; their own idle sessions make room. */
+START_TEST(limits_of_memory)
+{
+    static const struct {
+        int uid, conn;
+        enum skv_code of_user, of_conn; /* under which limit it ends how */
+    } asked[] = {
+        { 1, 1, SKV_OK, SKV_OK },         { 1, 1, SKV_OK, SKV_OK },
+        { 1, 1, SKV_OVERLOADED, SKV_OVERLOADED }, { 1, 2, SKV_OVERLOADED, SKV_OK },
+        { 2, 3, SKV_OK, SKV_OK },
+    };
+    enum { N = sizeof asked / sizeof *asked };
+    int64_t one = rig_pages_needed("full", -1, 300 + 20) * (int64_t)rig_page_bytes();
+
+    for (int by_conn = 0; by_conn < 2; by_conn++) {
+        struct engine_config cfg;
+        struct rig r;
+        int k[N];
+
+        rig_config(&cfg);
+        cfg.kv.policy = "full";
+        cfg.kv_memory = 16 * one;
+        *(by_conn ? &cfg.max_kv_connection : &cfg.max_kv_user) = 5 * one / 2;
+        rig_start(&r, &cfg);
+        for (int i = 0; i < N; i++) {
+            struct engine_request *q = rig_generate(300, (uint32_t)i, 20);
+            q->uid = (uint32_t)asked[i].uid;
+            q->conn = (uint64_t)asked[i].conn;
+            k[i] = rig_submit(&r, q);
+        }
+        rig_run(&r);
+        for (int i = 0; i < N; i++)
+            ck_assert_int_eq(r.req[k[i]].code, by_conn ? asked[i].of_conn : asked[i].of_user);
+        int large = submit_of(&r, 1, 900, 7, 20);
+        rig_run(&r);
+        ck_assert_int_eq(r.req[large].code, SKV_TOO_LARGE);
+        for (int i = 0; i < 4; i++) { /* each leaves a session, the oldest of which goes */
+            static const char *const name[] = { "a", "b", "c", "a" };
+            int s = submit_session(&r, 1, 290, (uint32_t)(20 + i), name[i]);
+            rig_run(&r);
+            ck_assert_int_eq(r.req[s].code, i < 3 ? SKV_OK : SKV_NOT_FOUND);
+        }
+        stop(&r);
+    }
+}
+END_TEST
+
 /* Users whose ids have the last bits in common are not one: neither in the queue nor in the step. */
 START_TEST(ids_told_apart)
 {
@@ -554,6 +601,7 @@ int main(void)
     tcase_add_test(c, giant_stops_its_own);
     tcase_add_test(c, own_sessions_give_way);
     tcase_add_test(c, no_room_beside_sessions);
+    tcase_add_test(c, limits_of_memory);
     tcase_add_test(c, lost_sessions_remembered);
     suite_add_tcase(s, c);
     runner = srunner_create(s);
