@@ -12,7 +12,8 @@
 int quotas_connect(struct server *s, struct client *c, struct skv_error *err);
 void quotas_disconnect(struct server *s, struct client *c);
 
-/* Count a request of prompt_bytes. On success *user is to be given to quotas_end, also after the connection is gone. */
+/* Count a request of prompt_bytes. On success *user is to be given to quotas_end, also after the connection is gone; what the
+ * connection has (c->prompt_bytes) is given back when the request leaves it. */
 int quotas_begin(struct server *s, struct client *c, int64_t prompt_bytes, bool generates, struct user **user,
                  struct skv_error *err);
 void quotas_end(struct server *s, struct user *user, int64_t prompt_bytes);
