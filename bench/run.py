@@ -95,6 +95,9 @@ class Records:
 
 # ---- rows of one engine ---------------------------------------------------------------------------------------
 
+LESS = ("skvd full, int8 cache", "skvd sparse")  # they read less than the limit is for
+
+
 def in_turn(a, rec, part, row, contenders, limit):
     """contenders: [(name, function giving tokens/s)], the first is skvd. limit: tokens/s that the machine allows it."""
     rounds = {name: [] for name, _ in contenders}
@@ -110,7 +113,7 @@ def in_turn(a, rec, part, row, contenders, limit):
         pairs = [x / y for x, y in zip(ours, v) if x and y]
         if pairs:
             rec.add(part, row, name, tokens_per_s=max(x for x in v if x), rounds=v, skvd_is=statistics.median(pairs),
-                    **({"share": max(x for x in v if x) / limit} if limit and name.startswith("skvd") else {}))
+                    **({"share": max(x for x in v if x) / limit} if limit and name.startswith("skvd") and name not in LESS else {}))
 
 
 def limit_of(shape, what, n, limits, product):
