@@ -193,8 +193,10 @@ static struct event_base *new_base(void)
 
     if (cfg != NULL && event_config_set_max_dispatch_interval(cfg, NULL, CALLBACKS_A_TURN, 0) == 0)
         base = event_base_new_with_config(cfg);
-    if (base != NULL)
-        event_base_priority_init(base, LOOP_PRIORITIES);
+    if (base != NULL && event_base_priority_init(base, LOOP_PRIORITIES) != 0) {
+        event_base_free(base);
+        base = NULL;
+    }
     if (cfg != NULL)
         event_config_free(cfg);
     return base;
