@@ -208,7 +208,7 @@ void client_send(struct client *c, const struct wire_buf *b)
         client_drop(c, DROP_SLOW, "more output waits than output-limit allows");
         return;
     }
-    if (!b->failed && quotas_buffer(c->srv, c, b->len, &err) != 0) {
+    if (!b->failed && quotas_may_buffer(c->srv, c, b->len, &err) != 0) {
         client_drop(c, DROP_SLOW, err.msg);
         return;
     }
@@ -221,6 +221,7 @@ void client_send(struct client *c, const struct wire_buf *b)
         event_active(c->wr, EV_WRITE, 0); /* after this callback: what else it queues goes out with it */
     }
     c->out_bytes += (int64_t)b->len;
+    quotas_buffered(c->srv, c);
     if (!c->paused && c->out_bytes > cfg->output_high)
         pause_all(c, true);
 }
@@ -250,10 +251,8 @@ void client_send_error(struct client *c, uint32_t msgid, const struct skv_error 
 
 static void out_consume(struct client *c, size_t n)
 {
-    struct skv_error err;
-
     c->out_bytes -= (int64_t)n;
-    quotas_buffer(c->srv, c, 0, &err);
+    quotas_buffered(c->srv, c);
     while (n > 0) {
         struct chunk *k = c->out_first;
         size_t m = k->len - k->off < n ? k->len - k->off : n;
@@ -357,12 +356,10 @@ void client_finish(struct client *c)
 
 static void free_input(struct client *c)
 {
-    struct skv_error err;
-
     free(c->in);
     c->in = NULL;
     c->in_len = c->in_cap = 0;
-    quotas_buffer(c->srv, c, 0, &err);
+    quotas_buffered(c->srv, c);
 }
 
 void client_fault(struct client *c, const struct skv_error *err)
@@ -395,15 +392,14 @@ static int grow_input(struct client *c, struct skv_error *err)
     /* Doubling what has really arrived: a declared length alone takes nothing. */
     while (cap - c->in_len < 2048)
         cap *= 2;
-    if (quotas_buffer(c->srv, c, cap - c->in_cap, err) != 0)
+    if (quotas_may_buffer(c->srv, c, cap - c->in_cap, err) != 0)
         return -1;
     p = realloc(c->in, cap);
-    if (p == NULL) {
-        quotas_buffer(c->srv, c, 0, err);
+    if (p == NULL)
         return skv_fail(err, SKV_NO_MEMORY, "no memory for its input");
-    }
     c->in = p;
     c->in_cap = cap;
+    quotas_buffered(c->srv, c);
     return 0;
 }
 

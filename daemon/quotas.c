@@ -96,25 +96,38 @@ void quotas_disconnect(struct server *s, struct client *c)
     c->user = NULL;
 }
 
-int quotas_buffer(struct server *s, struct client *c, size_t more, struct skv_error *err)
+static int64_t held(const struct client *c)
+{
+    return (int64_t)c->in_cap + c->out_bytes;
+}
+
+int quotas_may_buffer(const struct server *s, const struct client *c, size_t more, struct skv_error *err)
 {
     const struct config *cfg = &s->cfg;
-    int64_t now = (int64_t)c->in_cap + c->out_bytes + (int64_t)more, d = now - c->buffered;
+    int64_t then = held(c) + (int64_t)more, d = then - c->buffered;
     int64_t least = 2 * cfg->frame_limit; /* the largest message can always be read */
     int64_t per_user = cfg->max_buffer_per_user > least ? cfg->max_buffer_per_user : least;
     int64_t all = cfg->max_buffer > least ? cfg->max_buffer : least;
 
-    if (c->user == NULL) /* it was dropped */
+    if (c->user == NULL || then <= BUFFER_FREE) /* it was dropped; it is small */
         return 0;
-    if (more > 0 && now > BUFFER_FREE && c->user->buffered + d > per_user)
+    if (c->user->buffered + d > per_user)
         return refuse(s, err, "too many bytes of unfinished messages and waiting output of this user", c->user->buffered + d,
                       "max-buffer-per-user");
-    if (more > 0 && now > BUFFER_FREE && s->quotas.buffered + d > all)
+    if (s->quotas.buffered + d > all)
         return refuse(s, err, "too many bytes of unfinished messages and waiting output", s->quotas.buffered + d, "max-buffer");
+    return 0;
+}
+
+void quotas_buffered(struct server *s, struct client *c)
+{
+    int64_t d = held(c) - c->buffered;
+
+    if (c->user == NULL) /* it was dropped */
+        return;
     c->user->buffered += d;
     s->quotas.buffered += d;
-    c->buffered = now;
-    return 0;
+    c->buffered += d;
 }
 
 /* The largest prompt that any limit lets through. */

@@ -18,9 +18,11 @@ int quotas_begin(struct server *s, struct client *c, int64_t prompt_bytes, bool 
                  struct skv_error *err);
 void quotas_end(struct server *s, struct user *user, int64_t prompt_bytes);
 
-/* The connection's buffers (in_cap, out_bytes) have changed, or `more` bytes are about to be added: count them. OVERLOADED, and
- * nothing counted of `more`, when that is too much for its user or for all; what every connection needs is never refused. */
-int quotas_buffer(struct server *s, struct client *c, size_t more, struct skv_error *err);
+/* May the connection's buffers grow by `more` bytes? OVERLOADED when that is too much for its user or for all; what every
+ * connection needs is never refused. */
+int quotas_may_buffer(const struct server *s, const struct client *c, size_t more, struct skv_error *err);
+/* The connection's buffers (in_cap, out_bytes) have changed: count what they hold now. */
+void quotas_buffered(struct server *s, struct client *c);
 
 /* An estimate of when it pays to come back. */
 int quotas_retry_ms(const struct server *s);
