@@ -27,14 +27,14 @@
 
 /* ---- who has what ------------------------------------------------------------------------------ */
 
-static struct share *share_of(const struct seq *s)
+static struct usage *usage_of(const struct seq *s)
 {
-    return &s->user->share;
+    return &s->user->usage;
 }
 
 static void share_add(struct engine *e, const struct seq *s)
 {
-    struct share *u = share_of(s);
+    struct usage *u = usage_of(s);
 
     u->active += seq_active(s);
     u->running += seq_running(s);
@@ -52,7 +52,7 @@ static int count_shares(struct engine *e)
     int active = 0;
 
     TAILQ_FOREACH(s, &e->seqs, link)
-        *share_of(s) = (struct share){ 0 };
+        *usage_of(s) = (struct usage){ 0 };
     e->n_share = 0;
     TAILQ_FOREACH(s, &e->seqs, link) {
         share_add(e, s);
@@ -117,7 +117,7 @@ int64_t core_reserve(const struct engine *e, int64_t pages)
 /* What the user of s leaves to others. */
 static int64_t left_pages(const struct engine *e, const struct seq *s)
 {
-    if (share_of(s)->running == 0)
+    if (usage_of(s)->running == 0)
         return 0;
     return others_about(e, s->uid) ? pages_total(e->pages) / POOL_PART : core_reserve(e, core_pages(e));
 }
@@ -126,7 +126,7 @@ static int left_lanes(const struct engine *e, const struct seq *s)
 {
     int all = pages_lanes(e->pages);
 
-    if (share_of(s)->lanes == 0)
+    if (usage_of(s)->lanes == 0)
         return 0;
     if (others_about(e, s->uid))
         return (all + LANE_PART - 1) / LANE_PART;
@@ -154,7 +154,7 @@ static int64_t use(const struct engine *e, int64_t pages, int lanes)
  * above an even share. */
 static int64_t claim(struct engine *e, const struct seq *s, const struct seq *asks)
 {
-    const struct share *u = share_of(s), *mine = share_of(asks);
+    const struct usage *u = usage_of(s), *mine = usage_of(asks);
 
     if (u == mine)
         return use(e, u->pages + more_pages(e, asks), u->lanes + (asks->lane < 0));
@@ -168,7 +168,7 @@ static bool may_go(const struct seq *s, const struct seq *asks)
 {
     if (s->doomed || s->lane < 0)
         return false;
-    return s->state == SEQ_IDLE || (s->state == SEQ_WAITING && s->user != asks->user && share_of(asks)->lanes == 0);
+    return s->state == SEQ_IDLE || (s->state == SEQ_WAITING && s->user != asks->user && usage_of(asks)->lanes == 0);
 }
 
 static bool goes_before(const struct seq *a, const struct seq *b)
@@ -214,7 +214,7 @@ static bool make_room(struct engine *e, struct seq *s)
     bool enough;
 
     while (!(enough = fits(e, s, &freed)) && (i = next_to_go(e, s)) != NULL) {
-        struct share *u = share_of(i);
+        struct usage *u = usage_of(i);
         i->doomed = true;
         freed.lanes++;
         freed.pages += i->reserved;
@@ -228,8 +228,8 @@ static bool make_room(struct engine *e, struct seq *s)
         if (!i->doomed)
             continue;
         i->doomed = false;
-        share_of(i)->lanes++;
-        share_of(i)->pages += i->reserved;
+        usage_of(i)->lanes++;
+        usage_of(i)->pages += i->reserved;
         if (enough && i->state == SEQ_IDLE)
             sched_drop_session(e, i, true);
         else if (enough)
@@ -282,7 +282,7 @@ static bool stopped(const struct seq *s, struct seq *const *blocked, int n)
 {
     for (int i = 0; i < n; i++)
         if (blocked[i] == s || (blocked[i]->bypassed >= BYPASS_MAX && s->state == SEQ_WAITING &&
-                                share_of(s)->running_pages >= share_of(blocked[i])->running_pages))
+                                usage_of(s)->running_pages >= usage_of(blocked[i])->running_pages))
             return true;
     return false;
 }
@@ -291,10 +291,10 @@ static bool stopped(const struct seq *s, struct seq *const *blocked, int n)
  * its user's next one. */
 static int places(const struct seq *s, struct seq *const *blocked, int n)
 {
-    int sum = share_of(s)->active;
+    int sum = usage_of(s)->active;
 
     for (int i = 0; i < n; i++)
-        sum += share_of(blocked[i]) == share_of(s);
+        sum += usage_of(blocked[i]) == usage_of(s);
     return sum;
 }
 
@@ -311,7 +311,7 @@ static struct seq *best_waiting(struct engine *e, struct seq *const *blocked, in
         int has = places(s, blocked, n);
         uint64_t turn = s->user->turn;
         if (best == NULL || has < best_places || (has == best_places && turn < best_turn) ||
-            (share_of(s) == share_of(best) && s->req->priority > best->req->priority)) {
+            (usage_of(s) == usage_of(best) && s->req->priority > best->req->priority)) {
             best = s;
             best_places = has;
             best_turn = turn;
@@ -332,11 +332,11 @@ static bool rests_before(const struct seq *a, const struct seq *b)
  * asked last. */
 static struct seq *who_rests(struct engine *e, const struct seq *s)
 {
-    const struct share *mine = share_of(s), *most = NULL;
+    const struct usage *mine = usage_of(s), *most = NULL;
     struct seq *t, *best = NULL;
 
     TAILQ_FOREACH(t, &e->seqs, link) {
-        const struct share *u = share_of(t);
+        const struct usage *u = usage_of(t);
         if (u == mine || !seq_active(t))
             continue;
         if (t->paused) /* it uses its place for nothing */

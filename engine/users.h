@@ -16,7 +16,7 @@
 #define USERS_BUCKETS 256
 
 /* What a user has just now; admit.c counts it. */
-struct share {
+struct usage {
     int active;             /* sequences with a place in the step */
     int running;            /* those, and those that rest */
     int lanes;              /* idle and waiting sessions' too */
@@ -29,7 +29,7 @@ struct user {
     uint32_t uid;
     int waiting;            /* requests in the box, encoding or waiting */
     int seqs;               /* sequences, idle sessions too */
-    struct share share;
+    struct usage usage;
     uint64_t turn;          /* when it was given a place last, counted */
     int begun;              /* sequences whose prompt has begun; prefill.c counts it */
 };
