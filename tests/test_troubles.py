@@ -7,16 +7,15 @@ the process is the same one. Numbers in names are those of the collection of rep
 import os
 import random
 import re
-import socket
 import struct
 import sys
 import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from rig import SANITIZED, http_get, own, rss_kb, run, tmp  # noqa: E402
 from skvwire import Refused, pack  # noqa: E402
-from troubles_rig import (CONTEXT, GREEDY, SANITIZED, SLOW, SPARSE, Running, ask, daemon, end_sessions, fresh, gone,  # noqa: E402
-                          greedy, heavy_model, healthy, kept, learn, model, own, prompt, read_tokens, refused, rss_kb, run, streamed,
-                          tmp, until)
+from troubles_rig import (CONTEXT, GREEDY, SLOW, SPARSE, Running, ask, daemon, end_sessions, fresh, gone, greedy,  # noqa: E402
+                          heavy_model, healthy, kept, learn, model, prompt, read_tokens, refused, streamed, until)
 
 # ---- going away ----
 
@@ -509,11 +508,7 @@ def test_kept_attention_mass():
             assert [x["kept_mass"] for x in p.call("kv")["layers"]] == told
 
             def metrics():
-                with socket.socket(socket.AF_UNIX) as s:
-                    s.connect(path)
-                    s.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-                    text = b"".join(iter(lambda: s.recv(65536), b"")).decode()
-                return dict(re.findall(r'layer_kept_attention_mass\{layer="(\d)"\} (\S+)', text))
+                return dict(re.findall(r'layer_kept_attention_mass\{layer="(\d)"\} (\S+)', http_get(path)))
             until(lambda: all(abs(float(metrics().get(str(i), 0)) - mean[i]) < 1e-5 for i in (1, 2)), what="the layers' figures")
             assert sorted(metrics()) == ["1", "2"]
             end_sessions(p)
@@ -576,4 +571,4 @@ def test_23_alone_and_in_company(d):
 
 
 if __name__ == "__main__":
-    sys.exit(run([(n, f) for n, f in globals().items() if n.startswith("test_")], lambda: learn(daemon())))
+    sys.exit(run([(n, f) for n, f in globals().items() if n.startswith("test_")], lambda: learn(daemon()), healthy))

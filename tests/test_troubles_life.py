@@ -4,7 +4,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,9 +11,10 @@ import threading
 import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from rig import BUILD, SANITIZED, http_get, own, rss_kb, run, tmp  # noqa: E402
 from skvwire import Refused, pack  # noqa: E402
-from troubles_rig import (BUILD, CONTEXT, GREEDY, SANITIZED, SLOW, SPARSE, Running, ask, daemon, end_sessions, fresh, gone,  # noqa: E402
-                          greedy, healthy, heavy_model, kept, learn, model, own, prompt, read_tokens, refused, rss_kb, run, tmp, until)
+from troubles_rig import (CONTEXT, GREEDY, SLOW, SPARSE, Running, ask, daemon, end_sessions, fresh, gone, greedy,  # noqa: E402
+                          healthy, heavy_model, kept, learn, model, prompt, read_tokens, refused, until)
 
 # ---- life ----
 
@@ -661,11 +661,7 @@ def test_nothing_of_another_user():
             for k in range(2):  # every page has been theirs once
                 ask(p, 1900, 20, k, kv={"policy": "full"})
             assert tries(d, 65532, ids, [busy]) == alone
-        heard = "\n".join(seen) + d.log()
-        with socket.socket(socket.AF_UNIX) as s:
-            s.connect(os.path.join(tmp, "other.m"))
-            s.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-            heard += b"".join(iter(lambda: s.recv(65536), b"")).decode()
+        heard = "\n".join(seen) + d.log() + http_get(os.path.join(tmp, "other.m"))
         assert "skvd_" in heard and len(said) > 8
         for secret in words + [said]:
             assert secret not in heard, secret
@@ -687,4 +683,4 @@ def test_memory_over_500_requests():
 
 
 if __name__ == "__main__":
-    sys.exit(run([(n, f) for n, f in globals().items() if n.startswith("test_")], lambda: learn(daemon())))
+    sys.exit(run([(n, f) for n, f in globals().items() if n.startswith("test_")], lambda: learn(daemon()), healthy))

@@ -7,8 +7,8 @@ import shutil
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from troubles_rig import REAL, SANITIZED, SPARSE, Running, daemon, own, run, streamed  # noqa: E402
-import troubles_rig  # noqa: E402
+from rig import SANITIZED, own, run, tmp  # noqa: E402
+from troubles_rig import REAL, SPARSE, Running, daemon, healthy, learn, streamed  # noqa: E402
 
 COUNT = {"prompt": "one two three four five six seven eight nine one two two three four five six seven", "raw": True,
          "temperature": 0, "max_tokens": 24}
@@ -124,14 +124,13 @@ def test_memory_beside_weights_and_pool():
 
 
 def start():
-    d = troubles_rig.learn(daemon("--kv-memory", "64M", "--context", "2048", gguf=REAL), REAL)
-    return d
+    return learn(daemon("--kv-memory", "64M", "--context", "2048", gguf=REAL), REAL)
 
 
 if __name__ == "__main__":
     why = "the real model takes too long here" if SANITIZED else "no %s (bootstrap fetches it; SKVD_TEST_MODEL names another)" % REAL
     if SANITIZED or not os.path.exists(REAL):
-        shutil.rmtree(troubles_rig.tmp)
+        shutil.rmtree(tmp)
         print(why + ": skipped")
         sys.exit(77)
-    sys.exit(run([(n, f) for n, f in globals().items() if n.startswith("test_")], start))
+    sys.exit(run([(n, f) for n, f in globals().items() if n.startswith("test_")], start, healthy))

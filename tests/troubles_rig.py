@@ -1,21 +1,14 @@
 """What the tests of other servers' troubles share: daemons with random models, requests, and what "healthy" means."""
 import os
 import random
-import re
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
-import traceback
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from skvwire import Daemon, Refused  # noqa: E402
+from rig import BUILD, SANITIZED, number, tmp
+from skvwire import Daemon, Refused
 
-BUILD = os.environ.get("top_builddir", os.getcwd())
 SKVD = os.path.join(BUILD, "skvd")
-SANITIZED = os.environ.get("SKVD_SANITIZED", "") != "" or os.environ.get("SKVD_VALGRIND", "") != ""
 SLOW = 10 if SANITIZED else 1
 CONTEXT = 1024
 REAL = os.environ.get("SKVD_TEST_MODEL") or os.path.expanduser("~/.cache/skvd/SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -23,16 +16,7 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 ORDINARY = [t for t in range(40, 200) if t != 100]
 SPARSE = "streaming snapkv pyramid h2o tova article sparse".split()
 
-tmp = tempfile.mkdtemp(prefix="skvd-troubles-")
-counter = 0
-alone = set()
 known = {}
-
-
-def own(f):
-    """This test starts its own daemon."""
-    alone.add(f.__name__)
-    return f
 
 
 def model(name="random", **shape):
@@ -53,12 +37,6 @@ def heavy_model():
     if SANITIZED:
         return model("heavy", layers=4, width=256, heads=4, head_dim=64, ffn=512, context=2048)
     return model("heavy", layers=8, width=512, heads=8, kv_heads=4, head_dim=64, ffn=2048, context=2048)
-
-
-def number():
-    global counter
-    counter += 1
-    return counter
 
 
 def daemon(*args, wait=True, gguf=None, sock=None, **popen):
@@ -190,43 +168,3 @@ class Running:
 def gone(d):
     with d.peer() as p:
         until(lambda: p.call("status")["running"] == 0 and p.call("status")["waiting"] == 0, what="nothing running")
-
-
-def rss_kb(d):
-    with open("/proc/%d/status" % d.p.pid) as f:
-        return int(re.search(r"VmRSS:\s+(\d+)", f.read()).group(1))
-
-
-def run(tests, start):
-    """Run (name, function) pairs, those without a daemon of their own against one that start() gives."""
-    only = [a[2:] for a in sys.argv[1:] if a.startswith("-k")]
-    tests = [(n, f) for n, f in tests if not only or any(k in n for k in only)]
-    shared = start()
-    passed = failed = 0
-    for name, f in tests:
-        began = time.time()
-        try:
-            if name in alone:
-                f()
-            else:
-                f(shared)
-                healthy(shared)
-            passed += 1
-        except Exception:
-            failed += 1
-            print("FAIL", name)
-            traceback.print_exc(file=sys.stdout)
-            if name not in alone:
-                print(shared.log()[-1500:])
-                shared.stop(signal.SIGKILL)
-                shared = start()
-        if "-v" in sys.argv:
-            print("%6.2f s %s" % (time.time() - began, name))
-        sys.stdout.flush()
-    rc = shared.stop()
-    if rc != 0:
-        failed += 1
-        print("FAIL the shared daemon exits with", rc, shared.log()[-3000:])
-    shutil.rmtree(tmp, ignore_errors=True)
-    print("%d passed, %d failed" % (passed, failed))
-    return 1 if failed else 0
