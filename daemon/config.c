@@ -157,7 +157,7 @@ static const char *kind_text(const struct option_row *o)
         return "a size in bytes, or with K, M, G or T,";
     case OPTION_TIME:
     case OPTION_SECONDS:
-        return "a time with ms, s, m or h";
+        return "a time with ms, s, m, h or d";
     case OPTION_OCTAL:
         return "an octal mode";
     default:

@@ -32,6 +32,14 @@ if [ -x "$build/skvd" ]; then
         "$(page skvd.conf.5 | sed -n 's/^\.It Cm \([a-z0-9-]*\) .*/\1/p' | while read -r name; do
             printf '%s\n' "$options" | grep -qx -- "$name" || echo "$name"
         done)"
+    # A setting that has a value without being set: its item on the page says "default is VALUE".
+    items=$(page skvd.conf.5 | awk '/^\.It Cm /{ printf "\n%s", $3; next } /^\.S[hs] /{ printf "\n"; next } { printf " %s", $0 }')
+    defaults=$("$build/skvd" --check-config --config /dev/null | sed -n 's/^\([a-z-]*\) = /\1 /p')
+    verdict 'skvd --check-config prints no settings' "$([ -n "$defaults" ] || echo none)"
+    verdict 'defaults that skvd.conf.5 does not give' \
+        "$(printf '%s\n' "$defaults" | while read -r name value; do
+            printf '%s\n' "$items" | grep -qE "^${name} .*default is (\.Cm )?${value}[^a-zA-Z0-9_-]" || echo "$name is $value"
+        done)"
 else
     echo 'skvd is not built: its options not checked'
 fi
@@ -59,6 +67,25 @@ if [ -x "$build/tests/list-methods" ]; then
 else
     echo 'tests/list-methods is not built: methods not checked'
 fi
+verdict 'defaults of policies that skvd-protocol.7 does not give' "$(for p in streaming snapkv pyramid h2o tova article sparse; do
+    numbers=$(sed -n '/\.defaults = /,/}/p' "$src/engine/policy_$p.c" | tr -d '\n')
+    row=".It $p"
+    for what in budget sink recent alpha pool full_layers; do
+        v=$(printf '%s\n' "$numbers" | sed -n "s/.*\.$what = \([A-Z0-9_]*\).*/\1/p")
+        case $v in POLICY_ALL) v=all ;; '') [ $what = alpha ] && v='-' || v=0 ;; esac
+        row="$row Ta $v"
+    done
+    page skvd-protocol.7 | grep -qxF -- "$row" || echo "$row"
+done)"
+metrics=$(grep -oE '(one|head|histogram)\(&?t, "[a-z_]+"' "$src/daemon/metrics.c" | sed 's/.*"\(.*\)"/\1/' | sort -u)
+verdict 'daemon/metrics.c has no metrics' "$([ -n "$metrics" ] || echo none)"
+verdict 'metrics that skvd.8 does not name' "$(printf '%s\n' "$metrics" | missing_in skvd.8 '^\.It Sy (.* )?')"
+for doc in README.md clients/python/README.md docs/MAP.md docs/quality.md docs/speed.md; do
+    [ -f "$src/$doc" ] || { verdict "$doc is missing" "$doc"; continue; }
+    verdict "links of $doc that lead nowhere" "$(grep -oE '\]\([^)#]+' "$src/$doc" | cut -c 3- | grep -v '^http' | while read -r to; do
+        [ -e "$src/$(dirname "$doc")/$to" ] || echo "$to"
+    done)"
+done
 header=$src/clients/libskv/skv.h
 if [ -f "$header" ]; then
     functions=$(sed 's|/\*.*\*/||' "$header" "$src/protocol/error.h" | grep -oE '^[a-z].*\bskv_[a-z_]+\(' | grep -oE 'skv_[a-z_]+\(' | tr -d '(' |

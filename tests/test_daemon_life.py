@@ -463,6 +463,7 @@ def test_config_file():
     assert "sandbox = off" in out
     assert check(out)[1] == out, "a dump read again gives the same"
     for text, says in (("\n\nmodle = x\n", "FILE:3: 'modle' is not a setting; did you mean 'model'?"),
+                       ("frame-timeout = soon\n", "FILE:1: frame-timeout: 'soon' is not a time with ms, s, m, h or d from 0 to 86400s"),
                        ("max-requests = lots\n", "FILE:1: max-requests: 'lots' is not an integer from 1 to 1000000"),
                        ("frame-limit = 1\n", "FILE:1: frame-limit: '1' is not a size"),
                        ("log-level = loud", "FILE:1: log-level: 'loud' is none of error, warning, info, debug"),

@@ -28,7 +28,7 @@ const struct ctl_command ctl_commands[] = {
     { "drain", "", "Refuse new work, finish the old.", NULL, false, 0, 0, cmd_drain },
     { "resume", "", "Take new work again.", NULL, false, 0, 0, cmd_resume },
     { "set", "NAME=VALUE...", "Change settings while the daemon runs.", NULL, false, 1, -1, cmd_set },
-    { "get", "[NAME]", "The settings that may change, or one of them.", NULL, false, 0, 1, cmd_get },
+    { "get", "[NAME]", "The settings, or one of them.", NULL, false, 0, 1, cmd_get },
     { "reload", "", "Read the configuration file again.", NULL, false, 0, 0, cmd_reload },
     { "shutdown", "", "End the daemon.", shutdown_opts, false, 0, 0, cmd_shutdown },
     { "events", "[TOPIC...]", "Print what the daemon tells (sequences, evictions, steps), a JSON line each.", NULL, false, 0, -1, cmd_events },
