@@ -13,6 +13,7 @@
 
 #define EVENTS_A_TAKE  64
 #define TAKES_A_TURN   16
+#define MESSAGE_BYTES  96  /* of a message with nothing in it: its struct and two strings */
 #define STATUS_WAIT_MS 500 /* then status answers without the engine: a stuck one must show */
 
 /* ---- the table ------------------------------------------------------------------------------------- */
@@ -207,11 +208,12 @@ static void take_sampling(struct engine_request *er, const struct args *a)
     er->sampling.seed_set = a->seed_set;
 }
 
-/* What the arguments weigh, for the quotas. */
+/* What the arguments weigh, for the quotas: about the memory that they take while the request waits. */
 static int64_t weigh(const struct args *a)
 {
     int64_t n = (int64_t)a->prompt.len + (int64_t)a->text.len + (int64_t)a->cont_text.len;
 
+    n += MESSAGE_BYTES * (int64_t)(a->messages.n > 0 ? a->messages.n : 0);
     for (int i = 0; i < a->messages.n; i++)
         n += (int64_t)a->messages.v[i].content.len + (int64_t)a->messages.v[i].role.len;
     n += 4 * (int64_t)(a->tokens.n > 0 ? a->tokens.n : 0);

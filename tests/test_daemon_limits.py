@@ -97,6 +97,8 @@ def test_quotas():
             p.call("set", **{"max-requests": 4096})
             until(lambda: p.call("status")["requests"] == 1)
             refused(lambda: p.call("generate", prompt="x" * 5000), "too_large", "max-prompt")
+            for m in "generate", "apply_template":  # messages without a text take memory, too
+                refused(lambda: p.call(m, messages=[{"role": "", "content": ""}] * 50), "too_large", "counts as 4800 bytes")
             for prompt in ({"prompt": "x" * 1500}, {"messages": [{"role": "user", "content": "x" * 1500}]}, {"tokens": [1] * 375}):
                 i = p.start("generate", prompt="n=100000 delay=5 " + "x" * 1500, stream=False)
                 for m, more in ("generate", {}), ("score", {"continuation": "x"}):
