@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define KEEP_BYTES (1 << 20) /* a cleared buffer holds no more: one large answer is not paid for ever after */
+
 /* ---- writing --------------------------------------------------------------------------------------- */
 
 void wire_buf_init(struct wire_buf *b)
@@ -20,6 +22,8 @@ void wire_buf_fini(struct wire_buf *b)
 
 void wire_buf_clear(struct wire_buf *b)
 {
+    if (b->cap > KEEP_BYTES)
+        wire_buf_fini(b);
     b->len = 0;
     b->failed = false;
 }

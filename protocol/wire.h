@@ -25,7 +25,7 @@ struct wire_buf {
 
 void wire_buf_init(struct wire_buf *b);
 void wire_buf_fini(struct wire_buf *b);
-void wire_buf_clear(struct wire_buf *b); /* empty again, memory kept, failure forgotten */
+void wire_buf_clear(struct wire_buf *b); /* empty again, failure forgotten, memory kept unless it is much */
 
 void wire_nil(struct wire_buf *b);
 void wire_bool(struct wire_buf *b, bool v);

@@ -54,6 +54,25 @@ START_TEST(request_and_back)
 }
 END_TEST
 
+/* What one large message took is not held by a buffer that is used again and again. */
+START_TEST(large_once)
+{
+    static const int32_t ints[1 << 20];
+    struct wire_buf b;
+
+    wire_buf_init(&b);
+    for (int i = 0; i < 8; i++)
+        wire_ints(&b, ints, 1 << 20);
+    ck_assert_uint_ge(b.len, 8 << 20);
+    wire_buf_clear(&b);
+    ck_assert_uint_le(b.cap, 1 << 20);
+    wire_ints(&b, ints, 10000);
+    wire_buf_clear(&b);
+    ck_assert_uint_ge(b.cap, 10000);
+    wire_buf_fini(&b);
+}
+END_TEST
+
 START_TEST(errors_and_notifications)
 {
     struct skv_error e = { SKV_OVERLOADED, 250, "busy" };
@@ -435,6 +454,7 @@ int main(void)
     int failed;
 
     tcase_add_test(tc, request_and_back);
+    tcase_add_test(tc, large_once);
     tcase_add_test(tc, errors_and_notifications);
     tcase_add_test(tc, bad_shapes);
     tcase_add_test(tc, generate_in_full);
