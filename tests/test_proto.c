@@ -54,6 +54,36 @@ START_TEST(request_and_back)
 }
 END_TEST
 
+/* An array of any length and kind of numbers is what its elements are one by one. */
+START_TEST(many_ints)
+{
+    static const int32_t edges[] = { 0, 127, 128, 255, 256, 65535, 65536, INT32_MAX, -1, -32, -33, -128, -129, -32768, -32769, INT32_MIN };
+    static const int lengths[] = { 0, 1, 15, 16, 817, 818, 819, 820, 821, 65535, 65536, 100000 };
+    int32_t *v = malloc(100000 * sizeof *v);
+    struct wire_buf many, single;
+
+    ck_assert_ptr_nonnull(v);
+    wire_buf_init(&many);
+    wire_buf_init(&single);
+    for (int i = 0; i < 100000; i++)
+        v[i] = i < 2 ? 0 : i < 1000 || i % 5 < 4 ? INT32_MAX - i : edges[i % 16];
+    for (size_t k = 0; k < sizeof lengths / sizeof *lengths; k++) {
+        wire_buf_clear(&many);
+        wire_buf_clear(&single);
+        wire_ints(&many, v, lengths[k]);
+        wire_array(&single, (uint32_t)lengths[k]);
+        for (int i = 0; i < lengths[k]; i++)
+            wire_int(&single, v[i]);
+        ck_assert(!many.failed && !single.failed);
+        ck_assert_uint_eq(many.len, single.len);
+        ck_assert_mem_eq(many.p, single.p, single.len);
+    }
+    wire_buf_fini(&many);
+    wire_buf_fini(&single);
+    free(v);
+}
+END_TEST
+
 /* What one large message took is not held by a buffer that is used again and again. */
 START_TEST(large_once)
 {
@@ -454,6 +484,7 @@ int main(void)
     int failed;
 
     tcase_add_test(tc, request_and_back);
+    tcase_add_test(tc, many_ints);
     tcase_add_test(tc, large_once);
     tcase_add_test(tc, errors_and_notifications);
     tcase_add_test(tc, bad_shapes);
