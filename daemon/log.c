@@ -13,6 +13,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "protocol/scan.h"
+
 #define LINE_MAX_BYTES 2048 /* below PIPE_BUF: a pipe that says it has room takes a whole line */
 
 #define STRANGER_LINES 50   /* a second */
@@ -153,6 +155,33 @@ static void tell_lost(void)
         atomic_compare_exchange_strong(&lost_told, &before, now);
 }
 
+/* How many bytes at s are one character that does no harm to a line or a terminal: no control character, none that begins a new line
+ * or turns the direction of writing. 0: they are none. */
+static size_t harmless(const char *s)
+{
+    const unsigned char *p = (const unsigned char *)s;
+    size_t n = p[0] < 0x80 ? 1 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : 4;
+    uint32_t c = n == 1 ? p[0] : p[0] & (0x7fu >> n);
+
+    if (strnlen(s, n) < n || !scan_utf8_valid(s, n))
+        return 0;
+    for (size_t i = 1; i < n; i++)
+        c = c << 6 | (p[i] & 0x3f);
+    return c < 0x20 || (c >= 0x7f && c < 0xa0) || (c >= 0x2028 && c <= 0x202e) || (c >= 0x2066 && c <= 0x2069) ? 0 : n;
+}
+
+/* What comes from outside may be cut anywhere: a line that is not UTF-8 would be hidden by who shows the journal. */
+static void make_plain(char *s)
+{
+    while (*s != '\0') {
+        size_t n = harmless(s);
+
+        if (n == 0)
+            *s = '?';
+        s += n > 0 ? n : 1;
+    }
+}
+
 void log_line(int level, const char *fmt, ...)
 {
     char line[LINE_MAX_BYTES];
@@ -167,6 +196,8 @@ void log_line(int level, const char *fmt, ...)
     va_start(ap, fmt);
     m = vsnprintf(line + n, sizeof line - n - 1, fmt, ap);
     va_end(ap);
+    if (m > 0)
+        make_plain(line + n);
     n += m < 0 ? 0 : (size_t)m;
     if (n > sizeof line - 2)
         n = sizeof line - 2;
@@ -212,7 +243,7 @@ const char *log_value(const char *s, char *buf, size_t size)
 
         if (c == '"')
             c = '\'';
-        buf[n++] = c < 0x20 || c == 0x7f || c == '\\' ? '?' : (char)c;
+        buf[n++] = c == '\\' ? '?' : (char)c;
     }
     if (quote)
         buf[n++] = '"';

@@ -1,8 +1,8 @@
 /* log.h - one line an event, for people and for grep.
  *
- * A line is `time level event key=value ...`. It leaves in one write, so that lines of several threads don't mix, and
- * never blocks or stops the daemon: when the disk is full or a pipe's reader sleeps the line is counted as lost, and the
- * count is written when there is room again.
+ * A line is `time level event key=value ...`, in UTF-8 and without control characters whatever its values are. It leaves in
+ * one write, so that lines of several threads don't mix, and never blocks or stops the daemon: when the disk is full or a
+ * pipe's reader sleeps the line is counted as lost, and the count is written when there is room again.
  *
  * Threads: any.
  */
@@ -31,8 +31,8 @@ void log_line(int level, const char *fmt, ...) __attribute__((format(printf, 2, 
  * counted as lost. The loop's thread only. */
 bool log_allowed(void);
 
-/* Text from outside as a value: what could break a line or a terminal becomes '?', a double quote a single one; blanks bring
- * quotes around it. Returns buf. */
+/* Text from outside as a value: a double quote becomes a single one, a backslash '?'; blanks bring quotes around it. Returns
+ * buf. */
 const char *log_value(const char *s, char *buf, size_t size);
 
 #endif

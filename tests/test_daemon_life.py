@@ -563,6 +563,25 @@ def test_log_lines():
 
 
 @own
+def test_log_is_plain_text():
+    """Whatever names clients have, the log is UTF-8 without what could hide a line or harm the terminal that shows it."""
+    d = daemon("--log-level", "info")
+    try:
+        for name in "\u009b31mred", "x" * 39 + "\u00e9", "a\u2028b", "\u202eabc\u2066", "\u00e9 \u4f60 \U0001f600":
+            with d.peer() as p:
+                p.call("hello", client=name)
+                p.raw(b"\xc1")
+                assert p.message()[1] == "error"
+        until(lambda: d.log().count("reason=fault") == 5)
+        with open(d.log_path, "rb") as f:
+            text = f.read().decode()
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]", text), text
+        assert "client=??31mred" in text and 'client="\u00e9 \u4f60 \U0001f600"' in text, text
+    finally:
+        assert d.stop() == 0
+
+
+@own
 def test_log_flood():
     """Requests that are refused one after the other don't fill the disk, and the log says that it leaves some out."""
     d = daemon("--log-level", "info")
