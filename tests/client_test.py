@@ -489,6 +489,10 @@ class Sessions(WithFake):
         self.d.ctl("run", "--session", "mine", "x")
         self.assertIn("mine", self.d.ctl("ps").stdout)
 
+    def test_a_name_keeps_to_its_cell(self):
+        self.d.ctl("run", "--session", "a\u202eb\u2028c\u2067d\u009be", "x")
+        self.assertIn("a?b?c?d?e", self.d.ctl("ps").stdout)
+
 
 class Cancel(WithFake):
     args = ("--delay-ms", "30")

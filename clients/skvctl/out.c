@@ -119,6 +119,12 @@ int out_columns(const char *s, size_t len)
     return cols;
 }
 
+/* Begins a new line or turns the direction of writing: then what stands beside it in a table would be read as something else. */
+static bool moves_others(uint32_t cp)
+{
+    return (cp >= 0x2028 && cp <= 0x202e) || (cp >= 0x2066 && cp <= 0x2069);
+}
+
 /* At most `columns` of s, on one line, into dst[size]. */
 static void clip(char *dst, size_t size, const char *s, size_t len, int columns)
 {
@@ -126,7 +132,7 @@ static void clip(char *dst, size_t size, const char *s, size_t len, int columns)
     while (len > 0 && at + 5 < size) {
         uint32_t cp = 0xfffd;
         int n = utf8_next(s, len, &cp);
-        bool bad = n < 0 || !harmless(cp) || cp == '\n' || cp == '\t';
+        bool bad = n < 0 || !harmless(cp) || moves_others(cp) || cp == '\n' || cp == '\t';
         columns -= bad ? 1 : cell_width(cp);
         if (columns < 0)
             break;
