@@ -2,6 +2,7 @@
 """skvctl's commands against tests/fake_skvd.py: what they print, what they send, how they exit."""
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -492,6 +493,15 @@ class Sessions(WithFake):
     def test_a_name_keeps_to_its_cell(self):
         self.d.ctl("run", "--session", "a\u202eb\u2028c\u2067d\u009be", "x")
         self.assertIn("a?b?c?d?e", self.d.ctl("ps").stdout)
+        self.assertIn("\u009be", self.d.ctl("--json", "ps").stdout)
+        master, slave = pty.openpty()
+        p = subprocess.Popen([SKVCTL, "-s", self.d.socket, "--json", "ps"], stdout=slave)
+        self.assertEqual(p.wait(20), 0)
+        said = os.read(master, 65536).decode()
+        os.close(slave)
+        os.close(master)
+        self.assertIn("\ufffde", said)
+        self.assertNotIn("\u009b", said)
 
 
 class Cancel(WithFake):

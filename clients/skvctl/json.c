@@ -61,7 +61,15 @@ json_t *json_of(const struct skv_value *v)
 
 void json_put(json_t *take_j)
 {
-    json_dumpf(take_j, stdout, JSON_COMPACT | JSON_ENCODE_ANY | JSON_REAL_PRECISION(9));
+    size_t flags = JSON_COMPACT | JSON_ENCODE_ANY | JSON_REAL_PRECISION(9);
+
+    if (out_tty(stdout)) { /* JSON escapes only the control characters below 0x20 */
+        char *s = json_dumps(take_j, flags);
+        if (s != NULL)
+            out_text(stdout, s, strlen(s));
+        free(s);
+    } else
+        json_dumpf(take_j, stdout, flags);
     fputc('\n', stdout);
     json_decref(take_j);
 }
