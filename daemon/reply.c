@@ -226,7 +226,7 @@ void reply_status(struct wire_buf *b, uint32_t msgid, const struct server *s, co
 
     engine_stats(s->engine, &st);
     wire_response(b, msgid);
-    wire_map(b, st.steps_graph >= 0 ? 31 : 29);
+    wire_map(b, st.steps_graph >= 0 ? 32 : 29);
     wire_kv_str(b, "version", PACKAGE_VERSION);
     wire_kv_str(b, "backend", s->model.backend != NULL ? s->model.backend : "");
     wire_kv_str(b, "state", state_name(s));
@@ -258,6 +258,7 @@ void reply_status(struct wire_buf *b, uint32_t msgid, const struct server *s, co
     if (st.steps_graph >= 0) { /* a GPU's */
         wire_kv_int(b, "steps_graph", st.steps_graph);
         wire_kv_int(b, "steps_plain", st.steps_plain);
+        wire_kv_int(b, "steps_ahead", st.steps_ahead);
     }
     wire_kv_int(b, "connections", s->n_clients);
     wire_kv_int(b, "requests", s->quotas.requests);

@@ -1,8 +1,8 @@
 /* core.h - the engine's inside, shared by the files of engine/ that run on the engine thread.
  *
  * One iteration (step.c): commands -> texts -> admission (admit.c) -> decode step (decode.c) -> a slice of prefill (prefill.c)
- * -> events (emit.c). Where a device computes by itself, texts and admission are done while the decode step runs. Everything but
- * the two mailboxes, the settings marked atomic and the counters belongs to the engine thread.
+ * -> events (emit.c). Where a device computes by itself, texts, admission and the next decode step's preparation are done while the
+ * decode step runs. Everything but the two mailboxes, the settings marked atomic and the counters belongs to the engine thread.
  */
 #ifndef SKVD_ENGINE_CORE_H
 #define SKVD_ENGINE_CORE_H
@@ -103,6 +103,8 @@ struct engine {
     /* one step's flat arrays, at addresses that stay */
     struct ops_seg *seg;       /* [batch] */
     struct seq **row_seq;      /* [batch] */
+    struct seq **ahead_seq;    /* [batch] rows of the step that the backend has been told of without its tokens */
+    int n_ahead;               /* 0: there is none */
     int32_t *row_token;        /* [max rows] */
     int32_t *row_index;        /* [batch] */
     int32_t *slot;             /* [n_layer][batch][n_kv] */
@@ -196,18 +198,18 @@ bool prefill_pending(const struct engine *e);
 void prefill_leave(struct engine *e, struct seq *s);
 
 /* --- decode.c --- */
-/* One token for each running sequence. Returns how many. Where the backend chooses the tokens by itself, texts, admission and the
- * next pairs' pages are seen to while it works. */
+/* One token for each running sequence. Returns how many. Where the backend chooses the tokens by itself, texts, admission, the
+ * next pairs' pages and, where it can, the next step's operations are seen to while it works. */
 int decode_step(struct engine *e);
+/* The step that was prepared is not to be, or not yet: called before any other operation that computes or reads. */
+void decode_forget(struct engine *e);
 /* Is there a running sequence; and does its step see to texts and admission? */
 bool decode_pending(const struct engine *e);
 bool decode_ahead(const struct engine *e);
-/* A running sequence ends: pages that were taken for a pair that never came. */
+/* A running sequence ends: a step that was prepared with it, and pages that were taken for a pair that never came. */
 void decode_give_back(struct engine *e, const struct seq *s);
 /* Choose the first tokens of sequences whose prefill is done, from rows of a hidden state. */
 void decode_first(struct engine *e, struct seq **seq, const int32_t *row, int n, const float *x);
-/* The slot of a new KV pair in every layer and head of one row: step-prepare. slot [n_layer][stride]. */
-void decode_prepare(struct engine *e, struct seq *s, int32_t *slot, size_t stride);
 
 /* --- emit.c --- */
 void emit_token(struct engine *e, struct seq *s, int i, int32_t token, size_t from, size_t len);

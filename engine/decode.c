@@ -3,23 +3,45 @@
 
 #include "engine/core.h"
 
-void decode_prepare(struct engine *e, struct seq *s, int32_t *slot, size_t stride)
+/* Where a row's slots are in e->slot, and how far apart those of two layers. */
+static int32_t *row_slot(const struct engine *e, int row)
+{
+    return e->slot + (size_t)row * e->model.src.dims.n_kv;
+}
+
+static size_t slot_stride(const struct engine *e)
+{
+    return (size_t)e->batch_cap * e->model.src.dims.n_kv;
+}
+
+/* A slot for the new KV pair in every layer and head of a row: step-prepare. */
+static void take_slots(struct engine *e, const struct seq *s, int row)
 {
     int n_layer = e->model.src.dims.n_layer, n_kv = e->model.src.dims.n_kv;
 
     for (int layer = 0; layer < n_layer; layer++)
         for (int h = 0; h < n_kv; h++) {
             size_t i = core_head(e, s->lane, layer, h);
-            int32_t *at = &slot[(size_t)layer * stride + h];
+            int32_t *at = &row_slot(e, row)[(size_t)layer * slot_stride(e) + h];
+            *at = -1; /* the victim's, chosen by the step before */
             if (e->kv->len[i] < e->kv->cap[i]) {
                 *at = e->kv->len[i];
                 pages_grow(e->pages, s->lane, layer, h, e->kv->len[i] + 1);
-                e->kv->len[i]++;
-            } else {
-                *at = -1; /* the victim's, chosen by the step before */
-                e->layer_evicted[layer]++;
             }
         }
+}
+
+/* The row's pairs are counted from now on, or (-1) not yet. */
+static void count_pairs(struct engine *e, const struct seq *s, int row, int by)
+{
+    int n_layer = e->model.src.dims.n_layer, n_kv = e->model.src.dims.n_kv;
+
+    for (int layer = 0; layer < n_layer; layer++)
+        for (int h = 0; h < n_kv; h++)
+            if (row_slot(e, row)[(size_t)layer * slot_stride(e) + h] >= 0)
+                e->kv->len[core_head(e, s->lane, layer, h)] += by;
+            else
+                e->layer_evicted[layer] += by;
 }
 
 /* ---- after the logits ------------------------------------------------------------------------------ */
@@ -216,33 +238,19 @@ void decode_first(struct engine *e, struct seq **seq, const int32_t *row, int n,
 
 /* ---- the step -------------------------------------------------------------------------------------------- */
 
+static bool runs(const struct seq *s)
+{
+    return s->state == SEQ_DECODE && !s->paused && !s->resting;
+}
+
 bool decode_pending(const struct engine *e)
 {
     const struct seq *s;
 
     TAILQ_FOREACH(s, &e->seqs, link)
-        if (s->state == SEQ_DECODE && !s->paused && !s->resting)
+        if (runs(s))
             return true;
     return false;
-}
-
-static int collect(struct engine *e)
-{
-    int n_kv = e->model.src.dims.n_kv, n = 0;
-    size_t stride = (size_t)core_batch(e) * n_kv;
-    struct seq *s;
-
-    TAILQ_FOREACH(s, &e->seqs, link) {
-        if (s->state != SEQ_DECODE || s->paused || s->resting || n == core_batch(e))
-            continue;
-        decode_prepare(e, s, e->slot + (size_t)n * n_kv, stride);
-        e->row_seq[n] = s;
-        e->row_token[n] = s->tokens.id[s->n_kv];
-        e->row_index[n] = n;
-        e->seg[n] = (struct ops_seg){ .lane = s->lane, .row0 = n, .n_row = 1, .pos0 = s->n_kv, .score_from = n + 1 };
-        n++;
-    }
-    return n;
 }
 
 /* Where the step's queries go in a policy that keeps a ring of them, and whether its layer scores by them now: once a turn of the
@@ -270,6 +278,77 @@ static bool goes_on(const struct seq *s)
     return s->n_answer + 1 < (s->req->kind == ENGINE_SCORE ? s->cont.n : s->n_max);
 }
 
+/* Who is in the step; `next`: in the one after it, as far as can be said. */
+static int collect(struct engine *e, struct seq **row_seq, bool next)
+{
+    struct seq *s;
+    int n = 0;
+
+    TAILQ_FOREACH(s, &e->seqs, link)
+        if (runs(s) && n < core_batch(e) && (!next || goes_on(s)))
+            row_seq[n++] = s;
+    return n;
+}
+
+/* A step's operations, but for the choice of its tokens. token NULL: not known yet. */
+static void forward(struct engine *e, struct seq *const *row_seq, int n, const int32_t *token)
+{
+    const struct ops_dims *d = &e->model.src.dims;
+    struct ops_pass pass = { .n_row = n, .n_seg = n, .token = token, .seg = e->seg };
+
+    for (int i = 0; i < n; i++) {
+        take_slots(e, row_seq[i], i);
+        count_pairs(e, row_seq[i], i, 1);
+        e->row_index[i] = i;
+        e->seg[i] = (struct ops_seg){ .lane = row_seq[i]->lane, .row0 = i, .n_row = 1, .pos0 = row_seq[i]->n_kv,
+                                      .score_from = i + 1 };
+    }
+    e->ops->embed(e->be, &pass, e->x);
+    for (int layer = 0; layer < d->n_layer; layer++) {
+        for (int i = 0; i < n; i++) {
+            e->rule[i] = row_seq[i]->plan.rule[layer];
+            ring_step(e, row_seq[i], layer, &e->rule[i]);
+        }
+        e->ops->attn_in(e->be, layer, &pass, e->x, e->slot + (size_t)layer * slot_stride(e));
+        e->ops->attn_decode(e->be, layer, &pass, e->rule);
+        e->ops->attn_out_mlp(e->be, layer, &pass, e->x);
+    }
+}
+
+/* The next step, as it is if nobody ends, comes or pauses until then: all but its tokens. A prompt's operations would come between. */
+static void prepare(struct engine *e)
+{
+    int n;
+
+    if (e->ops->ahead == NULL || prefill_pending(e) || (n = collect(e, e->ahead_seq, true)) == 0)
+        return;
+    forward(e, e->ahead_seq, n, NULL);
+    for (int i = 0; i < n; i++)
+        count_pairs(e, e->ahead_seq[i], i, -1);
+    e->n_ahead = n;
+}
+
+void decode_forget(struct engine *e)
+{
+    if (e->n_ahead == 0)
+        return;
+    e->n_ahead = 0;
+    e->ops->ahead(e->be, NULL);
+}
+
+/* The step of these rows is the one that was prepared: their tokens are all that it lacks. */
+static bool prepared(struct engine *e, int n)
+{
+    if (n == 0 || n != e->n_ahead || memcmp(e->row_seq, e->ahead_seq, (size_t)n * sizeof *e->row_seq) != 0)
+        return false;
+    for (int i = 0; i < n; i++)
+        count_pairs(e, e->row_seq[i], i, 1);
+    e->n_ahead = 0;
+    e->ops->ahead(e->be, e->row_token);
+    atomic_fetch_add_explicit(&e->stats.steps_ahead, 1, memory_order_relaxed);
+    return true;
+}
+
 /* The pages of the pairs of the step after this one, where they are the first in them. */
 static void pages_ahead(struct engine *e, const struct seq *s)
 {
@@ -281,7 +360,7 @@ static void pages_ahead(struct engine *e, const struct seq *s)
         }
 }
 
-/* While the device works: all that doesn't need its tokens. Nothing here touches the sequences in the step but for pages that
+/* While the device works: all that doesn't need its tokens. Nothing here changes the sequences in the step but for pages that
  * they have no pair in yet; memory that goes from one sequence to another is cleared behind the step, in the device's order. */
 static void work_ahead(struct engine *e, int n)
 {
@@ -290,6 +369,7 @@ static void work_ahead(struct engine *e, int n)
             pages_ahead(e, e->row_seq[i]);
     text_run(e);
     sched_admit(e);
+    prepare(e);
 }
 
 bool decode_ahead(const struct engine *e)
@@ -299,6 +379,9 @@ bool decode_ahead(const struct engine *e)
 
 void decode_give_back(struct engine *e, const struct seq *s)
 {
+    for (int i = 0; i < e->n_ahead; i++)
+        if (e->ahead_seq[i] == s)
+            decode_forget(e);
     for (int layer = 0; layer < e->model.src.dims.n_layer; layer++)
         for (int h = 0; h < e->model.src.dims.n_kv; h++)
             pages_trim(e->pages, s->lane, layer, h, e->kv->len[core_head(e, s->lane, layer, h)]);
@@ -306,23 +389,15 @@ void decode_give_back(struct engine *e, const struct seq *s)
 
 int decode_step(struct engine *e)
 {
-    const struct ops_dims *d = &e->model.src.dims;
-    size_t stride = (size_t)core_batch(e) * d->n_kv;
-    struct ops_pass pass = { .token = e->row_token, .seg = e->seg };
-    int n = collect(e);
+    int n = collect(e, e->row_seq, false);
 
-    if (n == 0)
-        return 0;
-    pass.n_row = pass.n_seg = n;
-    e->ops->embed(e->be, &pass, e->x);
-    for (int layer = 0; layer < d->n_layer; layer++) {
-        for (int i = 0; i < n; i++) {
-            e->rule[i] = e->row_seq[i]->plan.rule[layer];
-            ring_step(e, e->row_seq[i], layer, &e->rule[i]);
-        }
-        e->ops->attn_in(e->be, layer, &pass, e->x, e->slot + (size_t)layer * stride);
-        e->ops->attn_decode(e->be, layer, &pass, e->rule);
-        e->ops->attn_out_mlp(e->be, layer, &pass, e->x);
+    for (int i = 0; i < n; i++)
+        e->row_token[i] = e->row_seq[i]->tokens.id[e->row_seq[i]->n_kv];
+    if (!prepared(e, n)) {
+        decode_forget(e);
+        if (n == 0)
+            return 0;
+        forward(e, e->row_seq, n, e->row_token);
     }
     for (int i = 0; i < n; i++) {
         e->row_seq[i]->n_kv++;

@@ -319,6 +319,7 @@ struct engine_stats {
     int64_t step_age_ms;            /* since the last step began or ended; 0 when idle */
     double step_ms_last, step_ms_mean;
     int64_t steps_graph, steps_plain; /* decode steps of a GPU: replayed graphs, and those launched piece by piece; -1: no GPU */
+    int64_t steps_ahead;            /* of them, those prepared while the one before ran */
     double kept_mass;               /* -1: not measured yet */
     int64_t bytes_saved;            /* full cache minus held, of the sequences there now */
     int64_t hist_ttft[ENGINE_HIST + 1], hist_itl[ENGINE_HIST + 1], hist_queue[ENGINE_HIST + 1];

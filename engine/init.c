@@ -182,6 +182,7 @@ static int take_arrays(struct engine *e, struct skv_error *err)
 
     e->seg = calloc(segs, sizeof *e->seg);
     e->row_seq = calloc(batch, sizeof *e->row_seq);
+    e->ahead_seq = calloc(batch, sizeof *e->ahead_seq);
     e->row_token = calloc(rows, sizeof *e->row_token);
     e->row_index = calloc(batch, sizeof *e->row_index);
     e->slot = calloc((size_t)d->n_layer * batch * d->n_kv, sizeof *e->slot);
@@ -197,8 +198,8 @@ static int take_arrays(struct engine *e, struct skv_error *err)
     e->thin_row = calloc((size_t)d->max_context, sizeof *e->thin_row);
     e->thin_score = calloc((size_t)d->max_context, sizeof *e->thin_score);
     e->thin_mark = calloc((size_t)d->max_context, sizeof *e->thin_mark);
-    if (!e->seg || !e->row_seq || !e->row_token || !e->row_index || !e->slot || !e->rule || !e->logits || !e->logits_copy || !e->pick ||
-        !e->kept_mass || !e->layer_evicted || !e->layer_dropped || !e->layer_mass || !e->thin_pos || !e->thin_row ||
+    if (!e->seg || !e->row_seq || !e->ahead_seq || !e->row_token || !e->row_index || !e->slot || !e->rule || !e->logits ||
+        !e->logits_copy || !e->pick || !e->kept_mass || !e->layer_evicted || !e->layer_dropped || !e->layer_mass || !e->thin_pos || !e->thin_row ||
         !e->thin_score || !e->thin_mark)
         return skv_fail(err, SKV_NO_MEMORY, "no memory for a step of %zu sequences", batch);
     for (int l = 0; l < d->n_layer; l++)
@@ -280,6 +281,7 @@ void init_undo(struct engine *e)
         e->ops->state_free(e->be, e->x);
     free(e->seg);
     free(e->row_seq);
+    free(e->ahead_seq);
     free(e->row_token);
     free(e->row_index);
     free(e->slot);

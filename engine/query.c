@@ -148,6 +148,7 @@ static int kept(struct engine *e, struct engine_request *r, struct engine_answer
     const struct ops_dims *d = &e->model.src.dims;
     struct seq *s = sched_find_sequence(e, r->sequence);
 
+    decode_forget(e);
     if (s == NULL || s->lane < 0)
         return skv_fail(err, SKV_NOT_FOUND, "no sequence %llu holds KV memory; `sequences` lists those that are there",
                         (unsigned long long)r->sequence);

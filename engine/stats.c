@@ -114,6 +114,7 @@ void stats_read(const struct stats *s, struct engine_stats *out)
     out->step_age_ms = GET(s->busy) ? (now - GET(s->step_t)) / 1000 : 0;
     out->steps_graph = GET(s->steps_graph);
     out->steps_plain = GET(s->steps_plain);
+    out->steps_ahead = GET(s->steps_ahead);
     out->step_ms_last = (double)GET(s->step_us_last) * 1e-3;
     out->step_ms_mean = out->steps > 0 ? (double)GET(s->step_us_sum) * 1e-3 / (double)out->steps : 0;
     out->kept_mass = mass < 0 ? -1 : mass * 1e-6;

@@ -22,6 +22,7 @@ struct stats {
     _Atomic int64_t pages_total, pages_used;
     _Atomic int64_t evicted, steps, step_t, step_us_last, step_us_sum, bytes_saved;
     _Atomic int64_t steps_graph, steps_plain; /* -1: the backend has no graphs */
+    _Atomic int64_t steps_ahead;              /* decode steps whose tokens came last */
     _Atomic int busy; /* a step is under way or due */
     _Atomic int mass_ppm; /* -1: not measured */
     struct stats_hist ttft, itl, queue;

@@ -121,7 +121,7 @@ static inline int32_t ops_seg_pos(const struct ops_seg *g, int row)
 
 struct ops_pass {
     int n_row, n_seg;
-    const int32_t *token;      /* [n_row], for embed only */
+    const int32_t *token;      /* [n_row], for embed only; NULL: not known yet (ops.ahead) */
     const struct ops_seg *seg; /* [n_seg] */
 };
 
@@ -255,8 +255,14 @@ struct ops {
      * the engine chooses from logits. */
     void (*sample)(void *be, const float *x, const int32_t *row, int n, struct ops_sample *s, float *logits);
     /* Where it is there, sample only gives the device its work: s and logits, which stay where they are, are filled when this
-     * returns. Until then they are the backend's, and of its operations only page_clear is called. NULL: sample fills them. */
+     * returns. Until then they are the backend's, and of its operations only page_clear is called, and `ahead`'s. NULL: sample
+     * fills them. */
     void (*collect)(void *be);
+    /* Where it is there, the next step's operations, from an embed without tokens to the last attn_out_mlp, may be called before
+     * collect: the backend notes them. Of all others only page_clear and collect come between them and this, with kv->len as those
+     * operations saw it: token [n_row], the step is what sample goes on with; or NULL, it is as if they had not been called. NULL:
+     * a step's operations are called once its tokens are known. */
+    void (*ahead)(void *be, const int32_t *token);
 
     /* Why nothing can be computed any more (a device's errors stay), or NULL while all is well; valid until close. From then
      * on every operation but this and close does nothing, and what it should have filled is undefined. The engine asks before

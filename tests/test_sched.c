@@ -691,7 +691,11 @@ END_TEST
 
 /* ---- a device that works by itself ------------------------------------------------------------------------------------ */
 
-/* sim, with tokens chosen as a device would: asked for, and there when they are collected, not before. */
+/* sim, with tokens chosen as a device would: asked for, and there when they are collected, not before. What it is told of the next
+ * step in between is kept, and done once the tokens come. */
+#define EARLY_LAYERS 8
+#define EARLY_ROWS   3
+#define EARLY_SLOTS  32
 static struct device {
     const struct ops *sim;
     const struct engine *e;
@@ -702,6 +706,15 @@ static struct device {
     int n, n_vocab;
     int64_t launched, grown, texts, admitted; /* grown: pages taken in flight; texts, sequences that moved on in flight */
     bool collecting;                          /* or nothing is in flight */
+    struct {
+        bool is;
+        int n_row, layers;
+        float *x;
+        struct ops_seg seg[EARLY_ROWS];
+        int32_t slot[EARLY_LAYERS][EARLY_SLOTS];
+        struct kern_rule rule[EARLY_LAYERS][EARLY_ROWS];
+    } early;
+    int64_t taken, dropped;
 } device = { .collecting = true };
 
 static int in_state(enum seq_state state)
@@ -720,7 +733,7 @@ static int64_t pages_before;
 static void device_sample(void *be, const float *x, const int32_t *row, int n, struct ops_sample *s, float *logits)
 {
     (void)be;
-    ck_assert(device.collecting);
+    ck_assert(device.collecting && !device.early.is);
     device.collecting = false;
     device.launched++;
     device.x = x;
@@ -762,14 +775,82 @@ static void device_collect(void *be)
 
 static void device_select(void *be, int lane, int layer, const struct kern_rule *rule, int n_query, float *kept_mass)
 {
-    ck_assert(device.collecting);
+    ck_assert(device.collecting && !device.early.is);
     device.sim->select(be, lane, layer, rule, n_query, kept_mass);
+}
+
+static void device_embed(void *be, const struct ops_pass *pass, float *x)
+{
+    ck_assert(device.collecting == (pass->token != NULL) && !device.early.is);
+    if (pass->token != NULL) {
+        device.sim->embed(be, pass, x);
+        return;
+    }
+    ck_assert_int_le(pass->n_row, EARLY_ROWS);
+    device.early.is = true;
+    device.early.n_row = pass->n_row;
+    device.early.layers = 0;
+    device.early.x = x;
+    memcpy(device.early.seg, pass->seg, (size_t)pass->n_seg * sizeof *pass->seg);
 }
 
 static void device_attn_in(void *be, int layer, const struct ops_pass *pass, const float *x, const int32_t *slot)
 {
-    ck_assert(device.collecting);
-    device.sim->attn_in(be, layer, pass, x, slot);
+    int n = pass->n_row * device.e->model.src.dims.n_kv;
+
+    ck_assert(device.collecting != device.early.is);
+    if (!device.early.is) {
+        device.sim->attn_in(be, layer, pass, x, slot);
+        return;
+    }
+    ck_assert(layer == device.early.layers++ && layer < EARLY_LAYERS && n <= EARLY_SLOTS);
+    memcpy(device.early.slot[layer], slot, (size_t)n * sizeof *slot);
+}
+
+static void device_attn_decode(void *be, int layer, const struct ops_pass *pass, const struct kern_rule *rule)
+{
+    if (device.early.is)
+        memcpy(device.early.rule[layer], rule, (size_t)pass->n_row * sizeof *rule);
+    else
+        device.sim->attn_decode(be, layer, pass, rule);
+}
+
+static void device_attn_out_mlp(void *be, int layer, const struct ops_pass *pass, float *x)
+{
+    if (!device.early.is)
+        device.sim->attn_out_mlp(be, layer, pass, x);
+}
+
+static void device_ahead(void *be, const int32_t *token)
+{
+    int n = device.early.n_row;
+    struct ops_pass pass = { n, n, token, device.early.seg };
+
+    ck_assert(device.collecting && device.early.is);
+    device.early.is = false;
+    device.taken += token != NULL;
+    device.dropped += token == NULL;
+    if (token == NULL)
+        return;
+    ck_assert_int_eq(device.early.layers, device.e->model.src.dims.n_layer);
+    device.sim->embed(be, &pass, device.early.x);
+    for (int layer = 0; layer < device.early.layers; layer++) {
+        device.sim->attn_in(be, layer, &pass, device.early.x, device.early.slot[layer]);
+        device.sim->attn_decode(be, layer, &pass, device.early.rule[layer]);
+        device.sim->attn_out_mlp(be, layer, &pass, device.early.x);
+    }
+}
+
+static void device_state_free(void *be, float *x)
+{
+    ck_assert(!device.early.is);
+    device.sim->state_free(be, x);
+}
+
+static void device_kv_read(void *be, int lane, int layer, int head, int32_t *pos, float *score)
+{
+    ck_assert(device.collecting && !device.early.is);
+    device.sim->kv_read(be, lane, layer, head, pos, score);
 }
 
 /* No sequence holds a page that it has no pair in once its request is over. */
@@ -785,8 +866,8 @@ static void pages_exact(const struct rig *r)
                                  (r->e->kv->len[core_head(r->e, s->lane, layer, h)] + KERN_PAGE_SLOTS - 1) / KERN_PAGE_SLOTS);
 }
 
-/* Texts, admission and the next pages are done while the device works; what is answered is what it was without, from requests
- * that come, end at a token and are broken off at any moment. */
+/* Texts, admission, the next pages and the next step but for its tokens are done while the device works; what is answered is what it
+ * was without, from requests that come, end at a token and are broken off at any moment. */
 START_TEST(works_ahead)
 {
     static const char *const policy[] = { "full", "sparse", "streaming", "article" };
@@ -798,12 +879,18 @@ START_TEST(works_ahead)
     cfg.max_batch = 3;
     for (int k = 0; k < 2; k++) {
         rig_start(&r[k], &cfg);
-        device = (struct device){ r[k].e->ops, r[k].e, NULL, NULL, NULL, NULL, 0, r[k].e->model.src.dims.n_vocab, 0, 0, 0, 0, true };
+        device = (struct device){ .sim = r[k].e->ops, .e = r[k].e, .n_vocab = r[k].e->model.src.dims.n_vocab, .collecting = true };
         ops = *r[k].e->ops;
         ops.sample = device_sample;
         ops.collect = device_collect;
         ops.select = device_select;
+        ops.embed = device_embed;
         ops.attn_in = device_attn_in;
+        ops.attn_decode = device_attn_decode;
+        ops.attn_out_mlp = device_attn_out_mlp;
+        ops.ahead = device_ahead;
+        ops.state_free = device_state_free;
+        ops.kv_read = device_kv_read;
         if (k == 1)
             r[k].e->ops = &ops;
         for (int i = 0; i < 12; i++) {
@@ -839,6 +926,10 @@ START_TEST(works_ahead)
     ck_assert_int_gt(device.grown, 100);
     ck_assert_int_gt(device.texts, 3);
     ck_assert_int_gt(device.admitted, 0);
+    ck_assert_int_gt(device.taken, 100);
+    ck_assert_int_gt(device.dropped, 20);
+    ck_assert_int_eq(device.taken, atomic_load(&r[1].e->stats.steps_ahead));
+    ck_assert_int_eq(atomic_load(&r[0].e->stats.evicted), atomic_load(&r[1].e->stats.evicted));
     int compared = 0;
     for (int i = 0; i < 12; i++) {
         int n = r[0].req[i].n_token < r[1].req[i].n_token ? r[0].req[i].n_token : r[1].req[i].n_token;

@@ -57,8 +57,8 @@ static void print_status(const struct skv_value *v)
            fmt_count(num(v, "tokens_out")), fmt_rate(num(v, "tokens_in_per_s")),
            fmt_rate(num(v, "tokens_out_per_s")));
     if (skv_get(v, "steps_graph") != NULL)
-        printf("GPU        %s decode steps as one graph, %s piece by piece\n", fmt_count(num(v, "steps_graph")),
-               fmt_count(num(v, "steps_plain")));
+        printf("GPU        %s decode steps as one graph, %s piece by piece; %s prepared during the one before\n",
+               fmt_count(num(v, "steps_graph")), fmt_count(num(v, "steps_plain")), fmt_count(num(v, "steps_ahead")));
     printf("KV pages   %s %.0f of %.0f used (%s)\n", fmt_bar(total > 0 ? used / total : 0, 20), used, total,
            fmt_percent(total > 0 ? used / total : 0));
     if (skv_len(seqs) > 0) {

@@ -385,19 +385,23 @@ void cu_state_free(void *be, float *state)
             cu_use(r);
             cu_wait(c, r);
             cu_graphs_forget(r, state);
-            CU_MUST(cudaFree(c->states[i].x[r.index]));
+            float *x = c->states[i].x[r.index];
+            c->states[i].x[r.index] = nullptr; // another rank may fail before the state is off the list
+            CU_MUST(cudaFree(x));
         }
         c->states.erase(c->states.begin() + (long)i);
         return;
     }
 }
 
-// One row a segment may be a decode step: its operations are noted. What follows tells.
+// One row a segment may be a decode step: its operations are noted. What follows tells. One without tokens leaves the step
+// that runs alone.
 void cu_embed_op(void *be, const ops_pass *pass, float *x)
 {
     cuda *c = static_cast<cuda *>(be);
     cu_tell_embed(c, pass, x);
-    cu_step_flush(c);
+    if (pass->token)
+        cu_step_flush(c);
     if (pass->n_seg == pass->n_row && pass->n_row <= c->D)
         cu_step_embed(c, pass, x);
     else
@@ -433,7 +437,6 @@ void cu_out_mlp_op(void *be, int layer, const ops_pass *pass, float *x)
 {
     cuda *c = static_cast<cuda *>(be);
     cu_tell_out_mlp(c, layer, pass, x);
-    cu_collect(c);
     if (!c->noted.empty())
         cu_step_out_mlp(c, layer, pass, x);
     else
@@ -543,7 +546,8 @@ extern "C" const ops ops_cuda = {
     nullptr,
     OP(cu_pool_room),
     OP(cu_choose),
-    OP(cu_collect),
+    OP(cu_collect_op),
+    OP(cu_ahead),
     cu_failed,
     cu_steps,
     cu_process_rank,

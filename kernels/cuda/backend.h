@@ -5,9 +5,9 @@
 // rank's stream; nothing waits but logits, collect, select and the reads.
 //
 // Prefill passes run at once, op by op. Decode ops are noted (step.cu) and run when the logits are asked for: the
-// step's numbers go into one pinned block, and the whole step, from that block's copy to the copy of the chosen tokens, is
-// one CUDA graph, captured once per ladder step. sample launches it, collect waits: the engine works in between, and the
-// block belongs to the device.
+// step's numbers go into a pinned block, and the whole step, from what that block's copy says of tables to the copy of the
+// chosen tokens, is one CUDA graph, captured once per ladder step. sample launches it, collect waits: the engine works in
+// between, and the block belongs to the device. The next step's ops may be noted there and then, in the other block.
 #ifndef SKVD_KERNELS_CUDA_BACKEND_H
 #define SKVD_KERNELS_CUDA_BACKEND_H
 
@@ -106,7 +106,7 @@ struct cu_rank {
 
     cu_step_at at;                  // of step_h and step_d
     unsigned char *step_d;
-    unsigned char *step_h;
+    unsigned char *step_h[2];       // one is noted into while the device has the other
     std::map<std::tuple<int, int, const float *>, cudaGraphExec_t> graphs; // rows, splits, states
     void *comm;                     // ncclComm_t; NULL with one rank
 };
@@ -147,19 +147,31 @@ struct cuda {
 
     // the decode step being noted
     std::vector<cu_op> noted;
+    int block;                // where
+    bool ahead;               // without its tokens: it may be dropped
+    std::vector<std::pair<uint32_t *, uint32_t>> undo; // then: numbers of s_table, ... and what they were
     int step_rows, step_most; // rows; slots of the longest head
     const float *step_x;
     std::map<const kern_range *, int> step_pins;
     int step_n_pin;
     struct {                  // launched, to be collected; n == 0: nothing is
         int n;
-        bool step;            // the noted step; else the rows of a prompt's hidden states
+        int rows, block;      // of a decode step; rows == 0: rows of a prompt's hidden states
         ops_sample *s;
         float *logits;
     } out;
     int64_t n_graph, n_plain; // decode steps that a graph ran, and that were launched kernel by kernel
     char failed[256];         // why nothing can be computed any more; empty while all is well
 };
+
+// The device has, or will have once what is noted has run, this number: an element of s_table, s_len, ...
+template <class T> static inline void cu_kv_has(cuda *c, T &then, T now)
+{
+    static_assert(sizeof(T) == 4, "signed or not");
+    if (c->ahead)
+        c->undo.push_back({ reinterpret_cast<uint32_t *>(&then), (uint32_t)then });
+    then = now;
+}
 
 static inline size_t cu_kv_at(const cuda *c, int lane, int layer, int head)
 {
@@ -230,6 +242,9 @@ void cu_logits(void *be, const float *x, const int32_t *row, int n, float *logit
 void cu_choose(void *be, const float *x, const int32_t *row, int n, ops_sample *s, float *logits);
 // Wait for what cu_choose launched and fill its tokens and logits.
 void cu_collect(void *be);
+void cu_collect_op(void *be); // and tell the others
+// The tokens of the step that was noted ahead; NULL: it is dropped.
+void cu_ahead(void *be, const int32_t *token);
 
 // nccl.cu
 int cu_comm_init(cuda *c, skv_error *err);
@@ -261,6 +276,8 @@ void cu_tell_out_mlp(cuda *c, int layer, const ops_pass *pass, const float *x);
 void cu_tell_score(cuda *c, int lane, int n_slot);
 void cu_tell_select(cuda *c, int lane, int layer, const kern_rule *rule, int n_query);
 void cu_tell_choose(cuda *c, const float *x, const int32_t *row, int n);
+void cu_tell_collect(cuda *c);
+void cu_tell_ahead(cuda *c, const int32_t *token);
 void cu_tell_flush(cuda *c);
 void cu_tell_end(cuda *c);
 // After a selection: what each process's heads kept goes to the leader.

@@ -26,6 +26,8 @@ enum told {
     T_SCORE_BEGIN,
     T_SELECT,
     T_CHOOSE,
+    T_COLLECT,
+    T_AHEAD,
     T_KV_READ,
     T_FLUSH,
 };
@@ -232,7 +234,7 @@ void cu_tell_out_mlp(cuda *c, int layer, const ops_pass *pass, const float *x)
         m.put_x(c, x);
         m.put_pass(c, pass);
     }
-    if (c->noted.empty()) // a prompt's: they work while we do
+    if (c->noted.empty() || (c->ahead && layer + 1 == c->d.n_layer)) // they work while we do
         cu_nodes_flush(c->nodes);
 }
 
@@ -271,6 +273,27 @@ void cu_tell_choose(cuda *c, const float *x, const int32_t *row, int n)
         m.put(row, (size_t)n * 4);
     }
     cu_nodes_flush(c->nodes);
+}
+
+// At once: a sum that we wait for may need them.
+void cu_tell_collect(cuda *c)
+{
+    if (!leads(c))
+        return;
+    {
+        message m(c, T_COLLECT);
+    }
+    cu_nodes_flush(c->nodes);
+}
+
+void cu_tell_ahead(cuda *c, const int32_t *token)
+{
+    if (!leads(c))
+        return;
+    message m(c, T_AHEAD);
+    m.put((int32_t)(token ? c->step_rows : 0));
+    if (token)
+        m.put(token, (size_t)c->step_rows * 4);
 }
 
 void cu_tell_flush(cuda *c)
@@ -399,7 +422,8 @@ struct follower {
     std::vector<ops_seg> seg;
     std::vector<std::vector<int32_t>> slot0, pos;
     ops_pass pass;
-    // pins live until the step has run; rules that shared them still do
+    std::vector<ops_sample> choice;
+    // pins live until the step is launched; rules that shared them still do
     std::map<const kern_range *, std::vector<kern_range>> pins;
 
     std::vector<int32_t> ints(size_t n)
@@ -489,10 +513,19 @@ struct follower {
         float *x = get_x();
         int n = r.get<int32_t>();
         std::vector<int32_t> row = ints((size_t)n);
-        std::vector<ops_sample> s((size_t)n); // the leader chooses
-        cu_choose(c, x, row.data(), n, s.data(), nullptr);
         cu_collect(c);
+        choice.assign((size_t)n, ops_sample()); // the leader chooses
+        cu_choose(c, x, row.data(), n, choice.data(), nullptr);
         pins.clear();
+    }
+    void ahead()
+    {
+        int n = r.get<int32_t>();
+        if (n != 0 && n != c->step_rows)
+            cu_fail("%d tokens for a step of %d", n, c->step_rows);
+        cu_ahead(c, n ? ints((size_t)n).data() : nullptr);
+        if (n == 0)
+            pins.clear();
     }
     void select()
     {
@@ -595,6 +628,12 @@ bool follower::obey(told what)
     case T_CHOOSE:
         choose();
         return true;
+    case T_COLLECT:
+        cu_collect(c);
+        return true;
+    case T_AHEAD:
+        ahead();
+        return true;
     case T_KV_READ:
         kv_read();
         return true;
@@ -612,7 +651,7 @@ int cu_follow(void *be, skv_error *err)
     cuda *c = static_cast<cuda *>(be);
     if (!c->nodes || c->nodes->rank == 0)
         return 1;
-    follower f = { c, {}, {}, {}, {}, {}, {}, {}, {}, {} };
+    follower f = { c, {}, {}, {}, {}, {}, {}, {}, {}, {}, {} };
     try {
         for (bool more = true; more;) {
             told_head h;

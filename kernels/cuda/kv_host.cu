@@ -116,18 +116,20 @@ void cu_kv_diff(cuda *c, int lane, int layer)
                     { KV_CAP, c->kv.cap[at], &c->s_cap[at] },
                     { KV_VICTIM, c->kv.victim[at], &c->s_victim[at] } };
         for (const auto &o : one) {
-            if (o.now != *o.then)
-                note_change(c, lane, layer, h, o.kind, 1, 0, (uint32_t)o.now);
-            *o.then = o.now;
+            if (o.now == *o.then)
+                continue;
+            note_change(c, lane, layer, h, o.kind, 1, 0, (uint32_t)o.now);
+            cu_kv_has(c, *o.then, o.now);
         }
         size_t pages = (size_t)(c->kv.len[at] + KERN_PAGE_SLOTS - 1) / KERN_PAGE_SLOTS;
         uint32_t *table = c->kv.table + at * most, *then = &c->s_table[at * most];
         if (memcmp(table, then, pages * 4) == 0)
             continue;
         for (size_t i = 0; i < pages; i++) {
-            if (table[i] != then[i])
-                note_change(c, lane, layer, h, KV_TABLE, most, i, table[i]);
-            then[i] = table[i];
+            if (table[i] == then[i])
+                continue;
+            note_change(c, lane, layer, h, KV_TABLE, most, i, table[i]);
+            cu_kv_has(c, then[i], table[i]);
         }
     }
 }

@@ -1,8 +1,10 @@
 // step.cu - decode: operations are noted, then run as one CUDA graph.
 //
 // Whatever changes from step to step (tokens, lanes, positions, slots, rules, table changes, pages to clear, rows of the
-// logits) is written into one pinned block per rank while the engine prepares the step. The graph starts with the copy
-// of that block and ends with the copies of logits and victims, so a replay needs nothing else from the host.
+// logits) is written into a pinned block per rank while the engine prepares the step. A step is the copy of that block to
+// the place where the graph reads it, and the graph, which ends with the copies of tokens and victims: a replay needs
+// nothing else from the host. There are two blocks: while the device works, the next step is noted in the other, all but its
+// tokens and how the next ones are chosen, and dropped if it turns out to be another step.
 // A graph is keyed by the rung of the batch ladder, the rung of the longest head's splits and the hidden states' place;
 // rows past the batch have lane -1 and change nothing but their own row of x, which is why the engine's decode states are
 // a state of their own.
@@ -47,6 +49,12 @@ template <class T> static T *in_block(unsigned char *block, size_t at)
     return reinterpret_cast<T *>(block + at);
 }
 
+// In the block that is being noted into.
+template <class T> static T *noted(const cuda *c, const cu_rank &r, size_t at)
+{
+    return in_block<T>(r.step_h[c->block], at);
+}
+
 static int split_most(const cuda *c)
 {
     return (c->cfg.max_pages * KERN_PAGE_SLOTS + DEC_SPLIT - 1) / DEC_SPLIT;
@@ -61,10 +69,13 @@ static size_t split_cells(const cuda *c, const cu_rank &r)
 
 static int block_alloc(cu_rank &r, size_t bytes, skv_error *err)
 {
-    if (cudaHostAlloc(reinterpret_cast<void **>(&r.step_h), bytes, cudaHostAllocDefault) != cudaSuccess ||
-        cudaMalloc(reinterpret_cast<void **>(&r.step_d), bytes) != cudaSuccess)
+    for (unsigned char *&h : r.step_h) {
+        if (cudaHostAlloc(reinterpret_cast<void **>(&h), bytes, cudaHostAllocDefault) != cudaSuccess)
+            return skv_fail(err, SKV_NO_MEMORY, "no pinned memory for the decode step's block of %zu bytes", bytes);
+        memset(h, 0, bytes);
+    }
+    if (cudaMalloc(reinterpret_cast<void **>(&r.step_d), bytes) != cudaSuccess)
         return skv_fail(err, SKV_NO_MEMORY, "no memory for the decode step's block of %zu bytes", bytes);
-    memset(r.step_h, 0, bytes);
     r.work_bytes += bytes;
     return 0;
 }
@@ -124,17 +135,18 @@ void cu_step_fini(cuda *c)
         cudaSetDevice(r.device);
         graphs_drop(r);
         cudaFree(r.step_d);
-        cudaFreeHost(r.step_h);
+        cudaFreeHost(r.step_h[0]);
+        cudaFreeHost(r.step_h[1]);
         cudaFreeHost(r.victims_host);
     }
 }
 
-// More room for pins: a new block with what is noted so far; graphs know the old one's address.
+// More room for pins: new blocks with what is noted so far, and what runs; graphs know the old one's address.
 static void step_grow(cuda *c, int pins)
 {
     for (cu_rank &r : c->rank) {
         cu_step_at old = r.at;
-        unsigned char *h = r.step_h;
+        unsigned char *h[] = { r.step_h[0], r.step_h[1] };
         skv_error err;
         cu_use(r);
         cu_wait(c, r);
@@ -143,8 +155,10 @@ static void step_grow(cuda *c, int pins)
         step_layout(c, r, pins, &r.at);
         if (block_alloc(r, r.at.bytes, &err))
             cu_fail("%s", err.msg);
-        memcpy(r.step_h, h, old.n_change); // all up to the pins lies where it lay; pins grow in place
-        cudaFreeHost(h);
+        for (int i = 0; i < 2; i++) {
+            memcpy(r.step_h[i], h[i], old.n_change); // all up to the pins lies where it lay; pins grow in place
+            cudaFreeHost(h[i]);
+        }
     }
 }
 
@@ -152,19 +166,19 @@ static void step_grow(cuda *c, int pins)
 
 static void step_begin(cuda *c, const ops_pass *pass, const float *x)
 {
-    cu_collect(c); // the block is the device's until then
     if (!c->noted.empty() && c->step_rows == pass->n_row && c->step_x == x)
         return;
-    cu_step_flush(c);
+    if (!c->ahead)
+        cu_step_flush(c);
     c->step_rows = pass->n_row;
     c->step_x = x;
     c->step_most = 1;
     c->step_pins.clear();
     c->step_n_pin = 0;
     for (cu_rank &r : c->rank) {
-        int32_t *lane = in_block<int32_t>(r.step_h, r.at.lane), *pos = in_block<int32_t>(r.step_h, r.at.pos);
-        memset(in_block<int32_t>(r.step_h, r.at.token), 0, (size_t)c->D * 4);
-        memset(in_block<int32_t>(r.step_h, r.at.row), 0, (size_t)c->D * 4);
+        int32_t *lane = noted<int32_t>(c, r, r.at.lane), *pos = noted<int32_t>(c, r, r.at.pos);
+        memset(noted<int32_t>(c, r, r.at.token), 0, (size_t)c->D * 4);
+        memset(noted<int32_t>(c, r, r.at.row), 0, (size_t)c->D * 4);
         for (int i = 0; i < c->D; i++) {
             lane[i] = -1;
             pos[i] = 0;
@@ -176,12 +190,18 @@ static void step_begin(cuda *c, const ops_pass *pass, const float *x)
     }
 }
 
+static void step_tokens(cuda *c, const int32_t *token)
+{
+    for (cu_rank &r : c->rank)
+        memcpy(noted<int32_t>(c, r, r.at.token), token, (size_t)c->step_rows * 4);
+}
+
 void cu_step_embed(cuda *c, const ops_pass *pass, float *x)
 {
-    cu_step_flush(c);
+    c->ahead = !pass->token;
     step_begin(c, pass, x);
-    for (cu_rank &r : c->rank)
-        memcpy(in_block<int32_t>(r.step_h, r.at.token), pass->token, (size_t)pass->n_row * 4);
+    if (pass->token)
+        step_tokens(c, pass->token);
     c->noted.push_back({ CU_EMBED, 0 });
 }
 
@@ -194,13 +214,13 @@ void cu_step_attn_in(cuda *c, int layer, const ops_pass *pass, const float *x, c
             size_t at = cu_kv_at(c, s.lane, layer, h);
             int to = slot[(size_t)s.row0 * c->d.n_kv + h];
             if (to >= 0) // the device will have counted it by itself
-                c->s_len[at] = to + 1;
+                cu_kv_has(c, c->s_len[at], to + 1);
             c->step_most = std::max(c->step_most, c->kv.len[at]);
         }
         cu_kv_diff(c, s.lane, layer);
     }
     for (cu_rank &r : c->rank) {
-        int32_t *to = in_block<int32_t>(r.step_h, r.at.slot) + (size_t)layer * c->D * r.n_kv;
+        int32_t *to = noted<int32_t>(c, r, r.at.slot) + (size_t)layer * c->D * r.n_kv;
         for (int i = 0; i < pass->n_row; i++)
             for (int h = 0; h < r.n_kv; h++)
                 to[i * r.n_kv + h] = slot[(size_t)i * c->d.n_kv + r.kv0 + h];
@@ -220,7 +240,7 @@ static int note_pins(cuda *c, const kern_rule &u)
     if (at + u.n_pin > c->rank[0].at.pins)
         step_grow(c, 2 * (at + u.n_pin));
     for (cu_rank &r : c->rank)
-        memcpy(in_block<kern_range>(r.step_h, r.at.pin) + at, u.pin, (size_t)u.n_pin * sizeof(kern_range));
+        memcpy(noted<kern_range>(c, r, r.at.pin) + at, u.pin, (size_t)u.n_pin * sizeof(kern_range));
     c->step_n_pin += u.n_pin;
     return c->step_pins[u.pin] = at;
 }
@@ -237,7 +257,7 @@ void cu_step_attn_decode(cuda *c, int layer, const ops_pass *pass, const kern_ru
             d = { DEC_VICTIM | score, u.sink, u.recent, note_pins(c, u), u.n_pin, u.decay, u.weight, u.ring, u.ring_at };
         }
         for (cu_rank &r : c->rank)
-            in_block<dec_rule>(r.step_h, r.at.rule)[(size_t)layer * c->D + pass->seg[i].row0] = d;
+            noted<dec_rule>(c, r, r.at.rule)[(size_t)layer * c->D + pass->seg[i].row0] = d;
     }
     c->noted.push_back({ CU_ATTN_DECODE, layer });
 }
@@ -247,6 +267,23 @@ void cu_step_out_mlp(cuda *c, int layer, const ops_pass *pass, float *x)
     (void)pass;
     (void)x;
     c->noted.push_back({ CU_OUT_MLP, layer });
+}
+
+void cu_ahead(void *be, const int32_t *token)
+{
+    cuda *c = static_cast<cuda *>(be);
+    cu_tell_ahead(c, token);
+    c->ahead = false;
+    if (token) {
+        step_tokens(c, token);
+    } else {
+        for (; !c->undo.empty(); c->undo.pop_back())
+            *c->undo.back().first = c->undo.back().second;
+        for (cu_rank &r : c->rank)
+            c->change[r.index].clear(); // all of them its: the launch before took the others
+        c->noted.clear();
+    }
+    c->undo.clear();
 }
 
 // --- running -------------------------------------------------------------------------------------------------
@@ -361,11 +398,18 @@ static void run_logits(cuda *c, const float *x, const choice_at at[CU_MAX_TP], i
     CU_MUST(cudaMemcpyAsync(c->chosen_host, r.chosen, (size_t)n * 4, cudaMemcpyDeviceToHost, r.st));
 }
 
+static void block_send(cuda *c)
+{
+    for (cu_rank &r : c->rank) {
+        cu_use(r);
+        CU_MUST(cudaMemcpyAsync(r.step_d, r.step_h[c->block], r.at.bytes, cudaMemcpyHostToDevice, r.st));
+    }
+}
+
 static void run_begin(cuda *c)
 {
     for (cu_rank &r : c->rank) {
         cu_use(r);
-        CU_MUST(cudaMemcpyAsync(r.step_d, r.step_h, r.at.bytes, cudaMemcpyHostToDevice, r.st));
         cu_kv_apply(r.st, r.kv, in_block<kv_change>(r.step_d, r.at.change), in_block<int32_t>(r.step_d, r.at.n_change),
                     CU_CHANGES / 4);
         cu_kv_clear(r.st, r.kv, in_block<uint32_t>(r.step_d, r.at.clear), in_block<int32_t>(r.step_d, r.at.n_clear), 64);
@@ -410,12 +454,12 @@ static void block_end(cuda *c)
         cu_kv_push(c);
     for (cu_rank &r : c->rank) {
         std::vector<kv_change> &ch = c->change[r.index];
-        *in_block<int32_t>(r.step_h, r.at.n_change) = (int32_t)ch.size();
+        *noted<int32_t>(c, r, r.at.n_change) = (int32_t)ch.size();
         if (!ch.empty())
-            memcpy(in_block<kv_change>(r.step_h, r.at.change), ch.data(), ch.size() * sizeof ch[0]);
-        *in_block<int32_t>(r.step_h, r.at.n_clear) = (int32_t)c->clear.size();
+            memcpy(noted<kv_change>(c, r, r.at.change), ch.data(), ch.size() * sizeof ch[0]);
+        *noted<int32_t>(c, r, r.at.n_clear) = (int32_t)c->clear.size();
         if (!c->clear.empty())
-            memcpy(in_block<uint32_t>(r.step_h, r.at.clear), c->clear.data(), c->clear.size() * 4);
+            memcpy(noted<uint32_t>(c, r, r.at.clear), c->clear.data(), c->clear.size() * 4);
         ch.clear();
     }
     c->clear.clear();
@@ -430,14 +474,14 @@ static void wait_all(cuda *c)
     }
 }
 
-// Wait for the ranks and take the victims that the step chose.
-static void step_end(cuda *c)
+// Wait for the ranks and take the victims that the step of a block chose.
+static void step_end(cuda *c, int block, int rows)
 {
     int per = c->d.n_layer;
     wait_all(c);
     for (cu_rank &r : c->rank) {
-        const int32_t *lane = in_block<int32_t>(r.step_h, r.at.lane);
-        for (int i = 0; i < c->step_rows; i++)
+        const int32_t *lane = in_block<int32_t>(r.step_h[block], r.at.lane);
+        for (int i = 0; i < rows; i++)
             for (int l = 0; lane[i] >= 0 && l < per; l++)
                 for (int h = 0; h < r.n_kv; h++) {
                     size_t at = cu_kv_at(c, lane[i], l, r.kv0 + h);
@@ -446,7 +490,6 @@ static void step_end(cuda *c)
                         c->nodes->victim[at] = c->kv.victim[at];
                 }
     }
-    c->noted.clear();
 }
 
 void cu_step_flush(cuda *c)
@@ -454,10 +497,13 @@ void cu_step_flush(cuda *c)
     cu_collect(c);
     if (c->noted.empty())
         return;
+    if (c->ahead)
+        cu_fail("a step whose tokens are not known was not dropped before another operation");
     cu_tell_flush(c);
     step_size z = { c->step_rows, std::min((c->step_most + DEC_SPLIT - 1) / DEC_SPLIT, split_most(c)) };
     block_end(c);
     c->n_plain += std::any_of(c->noted.begin(), c->noted.end(), [](const cu_op &o) { return o.kind == CU_ATTN_DECODE; });
+    block_send(c);
     run_begin(c);
     for (const cu_op &o : c->noted)
         switch (o.kind) {
@@ -475,7 +521,8 @@ void cu_step_flush(cuda *c)
             break;
         }
     run_victims(c, z.rows);
-    step_end(c);
+    step_end(c, c->block, c->step_rows);
+    c->noted.clear();
 }
 
 // --- the graph -------------------------------------------------------------------------------------------------
@@ -553,6 +600,7 @@ static int graph_run(cuda *c, int n)
     block_end(c);
     if (c->rank[0].graphs.find({ z.rows, z.n_split, c->step_x }) == c->rank[0].graphs.end())
         graph_capture(c, z);
+    block_send(c);
     for (cu_rank &r : c->rank) {
         cu_use(r);
         CU_MUST(cudaGraphLaunch(r.graphs[{ z.rows, z.n_split, c->step_x }], r.st));
@@ -608,7 +656,7 @@ static void choose_eager(cuda *c, const float *x, const int32_t *row, int n, ops
     }
     run_logits(c, x, at, n);
     logits_send(c, s, n, n);
-    c->out = { n, false, s, logits };
+    c->out = { n, 0, 0, s, logits };
 }
 
 void cu_collect(void *be)
@@ -618,11 +666,17 @@ void cu_collect(void *be)
     if (o.n == 0)
         return;
     c->out.n = 0;
-    if (o.step)
-        step_end(c);
+    if (o.rows)
+        step_end(c, o.block, o.rows);
     else
         wait_all(c);
     choice_out(c, o.n, o.s, o.logits);
+}
+
+void cu_collect_op(void *be)
+{
+    cu_tell_collect(static_cast<cuda *>(be));
+    cu_collect(be);
 }
 
 void cu_choose(void *be, const float *x, const int32_t *row, int n, ops_sample *s, float *logits)
@@ -632,17 +686,19 @@ void cu_choose(void *be, const float *x, const int32_t *row, int n, ops_sample *
     cu_tell_choose(c, x, row, n);
     if (n <= c->step_rows && x == c->step_x && whole_step(c)) {
         for (cu_rank &r : c->rank) {
-            memcpy(in_block<int32_t>(r.step_h, r.at.row), row, (size_t)n * 4);
+            memcpy(noted<int32_t>(c, r, r.at.row), row, (size_t)n * 4);
             for (int i = 0; i < c->D; i++)
                 if (i < n)
-                    smp_fill(s[i], in_block<smp_row>(r.step_h, r.at.smp) + i,
-                             in_block<smp_pen>(r.step_h, r.at.pen) + i * SMP_PENS);
+                    smp_fill(s[i], noted<smp_row>(c, r, r.at.smp) + i,
+                             noted<smp_pen>(c, r, r.at.pen) + i * SMP_PENS);
                 else
-                    in_block<smp_row>(r.step_h, r.at.smp)[i].on = 0;
+                    noted<smp_row>(c, r, r.at.smp)[i].on = 0;
         }
         int rows = graph_run(c, c->step_rows);
         logits_send(c, s, n, rows);
-        c->out = { n, true, s, logits };
+        c->out = { n, c->step_rows, c->block, s, logits };
+        c->noted.clear();
+        c->block ^= 1;
         return;
     }
     cu_step_flush(c);
@@ -658,5 +714,5 @@ void cu_logits(void *be, const float *x, const int32_t *row, int n, float *logit
     for (ops_sample &one : s)
         one.host = true;
     cu_choose(be, x, row, n, s.data(), logits);
-    cu_collect(be);
+    cu_collect_op(be);
 }

@@ -164,6 +164,7 @@ def same(d, who, mine, prompts):
         by = parted(got["tokens"], want, margin)
         limit = 0.1 if kv["policy"] == "full" else 0.3  # another position kept is another cache from then on
         check(by < limit, "%s by %s: the same answer%s" % (what, who, " to a tie of %.3f" % by if by else ""))
+        check(steps(d)[1] > 0, "%s: steps are prepared ahead" % who)
         if got["tokens"] == want:
             heads = [(set(a), set(b)) for la, lb in zip(d.kept(what), kept) for a, b in zip(la, lb)]
             share = sum(len(a & b) for a, b in heads) / sum(len(b) for _, b in heads)
@@ -176,6 +177,57 @@ def ranks(folder, name, model, mine, prompts):
         d = Shim(folder, "tp%d-%s" % (tp, name), model, "--backend", "cuda-shim", "--tp", str(tp), env={"SHIM_DEVICES": str(tp)})
         same(d, "%d ranks, %s" % (tp, name), mine, prompts)
         check(d.stop() == 0, "%d ranks end well" % tp)
+
+
+def steps(d):
+    """Decode steps so far, and how many of them were prepared while the one before ran."""
+    with d.peer() as p:
+        s = p.call("status")
+    return s["steps_graph"] + s["steps_plain"], s["steps_ahead"]
+
+
+def prepared(d, prompts):
+    """A step that runs is prepared during the one before where nobody ends, comes or asks; where somebody does, another one is
+    written, and what the others answer and keep is what they do alone."""
+    full, tight = prompts[0], prompts[1]
+    n = 60
+
+    def start(p, of, n, **more):
+        return p.start("generate", tokens=of[1], max_tokens=n, temperature=0, ignore_eos=True, kv=of[3], **more)
+
+    before = steps(d)
+    alone = [d.answer(of[1], n, session="alone%d" % i, kv=of[3])[0] for i, of in enumerate((full, tight))]
+    kept = [d.kept("alone%d" % i) for i in range(2)]
+    after = steps(d)
+    check(after[1] - before[1] == 2 * (n - 2), "%d of %d decode steps of two requests, one after the other, were prepared while the "
+          "one before ran" % (after[1] - before[1], after[0] - before[0]))
+    text = alone[0]["text"]
+    at = len(text) // 2
+    short, _ = d.answer(full[1], n, kv=full[3], stop=[text[at:at + 8]])
+    check(short["finish"] == "stop" and 1 < len(short["tokens"]) < n - 1, "it ends at its stop text after %d tokens" % len(short["tokens"]))
+
+    before = steps(d)
+    with d.peer(timeout=900) as p, d.peer(timeout=900) as q:
+        company = [start(p, of, n, session="company%d" % i) for i, of in enumerate((full, tight))]
+        while not p.tokens(company[1]):
+            p.seen.append(p.message())
+        with d.peer(timeout=900) as asks:
+            seq = [s["id"] for s in asks.call("sequences")["sequences"] if s["session"] == "company1"][0]
+            some = asks.call("kept", sequence=seq)
+        stops, broken = start(q, full, n, stop=[text[at:at + 8]]), start(q, tight, 900)
+        stopped = q.result(stops)
+        while not q.tokens(broken):
+            q.seen.append(q.message())
+        q.call("cancel", msgid=broken)
+        got = [p.result(i) for i in company]
+    after = steps(d)
+    check(all(a["tokens"] == b["tokens"] for a, b in zip(got, alone)), "with others that end, come and are broken off: the same answers")
+    check([d.kept("company%d" % i) for i in range(2)] == kept, "and the same positions kept")
+    check(some["n"] < len(tight[1]) + n and all(len(set(h["positions"])) == len(h["positions"]) for layer in some["layers"]
+                                               for h in layer["heads"]), "what is kept is asked for in the middle of it")
+    check(stopped["tokens"] == short["tokens"], "the same end at the stop text")
+    check(0 < after[1] - before[1] < after[0] - before[0], "%d of %d decode steps of four requests beside each other were prepared"
+          % (after[1] - before[1], after[0] - before[0]))
 
 
 class World:
@@ -280,6 +332,7 @@ def small(folder):
     mine = alone(d, prompts)
     drawn = [d.answer(prompts[0][1], 12, seed=7, temperature=1.0, top_k=50)[0]["tokens"] for _ in range(2)]
     check(drawn[0] == drawn[1] != mine["everything kept"][0], "drawn on the device: %s" % drawn[0])
+    prepared(d, prompts)
     graphs(d, "small")
     check(d.stop() == 0, "it ends well")
     ranks(folder, "small", model, mine, prompts)

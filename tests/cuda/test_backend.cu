@@ -2,6 +2,7 @@
 // ops_cpu in exact f32; graphs, batches and tensor parallel against the plain run of itself.
 #include "tests/cuda/rig.h"
 
+#include <chrono>
 #include <iterator>
 #include <string>
 
@@ -126,6 +127,7 @@ struct run_setup {
     kern_kv_dtype dtype;
     std::vector<std::vector<int>> forced; // tokens to feed at decode; empty: greedy
     bool sampled;                         // the backend chooses: no logits
+    bool ahead;                           // then: each step is noted while the one before runs, every third one in vain
 };
 
 struct run_result {
@@ -162,7 +164,12 @@ struct runner {
     const run_setup &s;
     int lanes;
     uint32_t next = 0;
+    std::vector<int> held; // pages of each head
     std::vector<std::vector<kern_rule>> rule; // [lane][layer]
+    // of the decode step that was noted last
+    std::vector<int> ahead;    // its lanes, while its tokens are not known
+    std::vector<int32_t> slot; // [layer][row][head]
+    int pages = 0;             // that it took
     run_result out;
 
     size_t at(int lane, int layer, int h) const
@@ -171,9 +178,8 @@ struct runner {
     }
     void grow(size_t i, int slots)
     {
-        int have = (kv->len[i] + 31) / 32, need = (slots + 31) / 32;
-        for (int p = have; p < need; p++) {
-            kv->table[i * kv->max_pages + p] = next;
+        for (held.resize(std::max(held.size(), i + 1)); held[i] * 32 < slots; held[i]++) {
+            kv->table[i * kv->max_pages + held[i]] = next;
             o->page_clear(be, &next, 1);
             next++;
         }
@@ -229,6 +235,7 @@ struct runner {
         for (int h = 0; h < m.d.n_kv; h++) { // one slot more, as the engine does
             kv->cap[at(lane, layer, h)] += kv->cap[at(lane, layer, h)] < INT32_MAX; // a device that failed chose nothing
             kv->victim[at(lane, layer, h)] = -1;
+            held[at(lane, layer, h)] = (kv->len[at(lane, layer, h)] + 31) / 32;
         }
     }
     int pick(int lane, const std::vector<float> &l)
@@ -241,34 +248,57 @@ struct runner {
         out.logits[lane].push_back(l);
         return best;
     }
-    void decode(float *x, const std::vector<int> &lane)
+    void read_one(int lane)
+    {
+        int k = kv->len[at(lane, 0, 0)];
+        std::vector<int32_t> pos(k);
+        std::vector<float> score(k);
+        o->kv_read(be, lane, 0, 0, pos.data(), score.data());
+    }
+    // The pairs of the noted step are counted, or (-1) not yet.
+    void count_pairs(const std::vector<int> &lane, int by)
     {
         int n = (int)lane.size(), nk = m.d.n_kv;
-        std::vector<int32_t> tok(n), row(n), slot((size_t)m.d.n_layer * n * nk);
+        for (int i = 0; i < n; i++)
+            for (int l = 0; l < m.d.n_layer; l++)
+                for (int h = 0; h < nk; h++)
+                    if (slot[((size_t)l * n + i) * nk + h] >= 0)
+                        kv->len[at(lane[i], l, h)] += by;
+    }
+    std::vector<int32_t> tokens(const std::vector<int> &lane) const
+    {
+        std::vector<int32_t> tok;
+        for (int one : lane)
+            tok.push_back(out.token[one].back());
+        return tok;
+    }
+    // A step's operations. `early`: its tokens are those that the running step chooses.
+    void note(float *x, const std::vector<int> &lane, bool early)
+    {
+        int n = (int)lane.size(), nk = m.d.n_kv;
+        std::vector<int32_t> tok = tokens(lane);
         std::vector<ops_seg> seg(n);
-        std::vector<float> logits((size_t)n * m.d.n_vocab);
-        uint32_t pages_before = next;
+        uint32_t before = next;
+        slot.assign((size_t)m.d.n_layer * n * nk, -1);
         for (int i = 0; i < n; i++) {
-            int pos = (int)s.prompts[lane[i]].size() + (int)out.token[lane[i]].size() - 1;
-            tok[i] = out.token[lane[i]].back();
-            row[i] = i;
+            int pos = (int)s.prompts[lane[i]].size() + (int)out.token[lane[i]].size() - 1 + running(lane[i], early);
             seg[i] = { lane[i], i, 1, pos, nullptr, 0, nullptr, i + 1 };
             for (int l = 0; l < m.d.n_layer; l++)
                 for (int h = 0; h < nk; h++) {
                     size_t k = at(lane[i], l, h);
-                    int32_t &to = slot[((size_t)l * n + i) * nk + h];
-                    to = kv->len[k] < kv->cap[k] ? kv->len[k] : -1;
-                    if (to >= 0)
-                        grow(k, kv->len[k] + 1);
+                    if (kv->len[k] == kv->cap[k])
+                        continue;
+                    slot[((size_t)l * n + i) * nk + h] = kv->len[k];
+                    grow(k, kv->len[k] + 1);
                 }
         }
-        ops_pass pass = { n, n, tok.data(), seg.data() };
-        shim::counts before = shim::count;
+        pages += (int)(next - before);
+        ops_pass pass = { n, n, early ? nullptr : tok.data(), seg.data() };
         o->embed(be, &pass, x);
         for (int l = 0; l < m.d.n_layer; l++) {
             std::vector<kern_rule> r;
             for (int i = 0; i < n; i++) {
-                int step = (int)out.token[lane[i]].size() - 1;
+                int step = (int)out.token[lane[i]].size() - 1 + running(lane[i], early);
                 r.push_back(rule[lane[i]][l]);
                 if (l == 0 || l != m.d.n_layer - 1)
                     continue;
@@ -280,12 +310,43 @@ struct runner {
             o->attn_decode(be, l, &pass, r.data());
             o->attn_out_mlp(be, l, &pass, x);
         }
-        if (s.read_between) {
-            int k = kv->len[at(lane[0], 0, 0)];
-            std::vector<int32_t> pos(k);
-            std::vector<float> score(k);
-            o->kv_read(be, lane[0], 0, 0, pos.data(), score.data());
+    }
+    std::vector<int> now; // lanes of the step that runs
+    int running(int lane, bool early) const
+    {
+        return early && std::find(now.begin(), now.end(), lane) != now.end();
+    }
+    void decode(float *x, const std::vector<int> &lane, const std::vector<int> &then)
+    {
+        int n = (int)lane.size();
+        std::vector<int32_t> row(n);
+        std::vector<float> logits((size_t)n * m.d.n_vocab);
+        for (int i = 0; i < n; i++)
+            row[i] = i;
+        bool known = !ahead.empty() && out.rows.size() % 3 != 2;
+        if (!ahead.empty() && !known) {
+            o->ahead(be, nullptr);
+            for (size_t i = 0; i < held.size(); i++) // the first lane keeps its new pages, the others get others
+                if (i >= at(1, 0, 0))
+                    held[i] = (kv->len[i] + 31) / 32;
+            pages = 0;
+            for (size_t i = 0; i < at(1, 0, 0); i++)
+                pages += held[i] - (kv->len[i] + 31) / 32; // not known to the device yet
+            if (out.rows.size() % 2)
+                read_one(lane.back());
         }
+        shim::counts before = shim::count;
+        if (known) {
+            CHECK(ahead == lane);
+            count_pairs(lane, 1);
+            o->ahead(be, tokens(lane).data());
+        } else {
+            note(x, lane, false);
+        }
+        ahead.clear();
+        now = lane;
+        if (s.read_between)
+            read_one(lane[0]);
         if (s.sampled) {
             std::vector<ops_sample> choice(n, ops_sample());
             for (ops_sample &c : choice)
@@ -295,14 +356,20 @@ struct runner {
                 CHECK(c.token == -7);
             // What the host tells the device of tables: new pages, and after a selection caps. Lengths it counts itself.
             if (out.rows.size() > 0 && tp_now == 1 && !o->failed(be)) {
-                const cu_rank &r = static_cast<cuda *>(be)->rank[0];
+                const cuda *c = static_cast<cuda *>(be);
                 int32_t changes;
-                memcpy(&changes, r.step_h + r.at.n_change, sizeof changes);
-                CHECK(changes == (int)(next - pages_before));
+                memcpy(&changes, c->rank[0].step_h[c->block ^ 1] + c->rank[0].at.n_change, sizeof changes);
+                CHECK(changes == pages);
+                pages = 0;
             }
             std::fill(row.begin(), row.end(), 0); // read before
             uint32_t spare = kv->n_pages - 1;
             o->page_clear(be, &spare, 1); // what may be asked for in between goes into the next step
+            if (s.ahead && !then.empty()) {
+                note(x, then, true);
+                count_pairs(then, -1);
+                ahead = then;
+            }
             o->collect(be);
             for (int i = 0; i < n; i++) // as if its logit alone were not 0
                 if (choice[i].token >= 0)
@@ -375,10 +442,11 @@ struct runner {
         float *x = o->state_new(be, lanes + 1, &err);
         if (!x)
             return;
-        for (int i = 0; i < s.steps; i++) { // some steps without the first lane: batches of two sizes
-            std::vector<int> now(all.begin() + (lanes > 1 && i % 4 == 3), all.end());
-            decode(x, now);
-        }
+        auto batch = [&](int i) { // some steps without the first lane: batches of two sizes
+            return i < s.steps ? std::vector<int>(all.begin() + (lanes > 1 && i % 4 == 3), all.end()) : std::vector<int>();
+        };
+        for (int i = 0; i < s.steps; i++)
+            decode(x, batch(i), batch(i + 1));
         read_all(out.kept, out.scores);
         o->state_free(be, x);
     }
@@ -453,18 +521,22 @@ static void graphs_and_batches(const small_model &m, run_setup s)
     CHECK(graph.kept == eager.kept && graph.scores == eager.scores);
     for (size_t lane = 0; lane < s.prompts.size(); lane++)
         CHECK(same_bits(graph, eager, (int)lane)); // replays with changed data equal the plain launches
-    // A decode step is one graph launch, and a copy for each row whose logits the host wants.
+    // A decode step is its block's copy, one graph launch, and a copy for each row whose logits the host wants.
     for (size_t i = 0; i < graph.graphs.size(); i++) {
-        CHECK(graph.graphs[i] == 1 && graph.launches[i] == graph.rows[i]);
+        CHECK(graph.graphs[i] == 1 && graph.launches[i] == 1 + graph.rows[i]);
         CHECK(eager.graphs[i] == 0);
     }
-    // Where tokens are chosen on the device it is that launch and nothing else.
+    // Where tokens are chosen on the device it is those two and nothing else, whether it was noted while the one before ran, or
+    // another was then.
     run_setup on_device = s;
     on_device.sampled = true;
-    run_result chosen = run(&ops_cuda, m, on_device);
-    CHECK(chosen.token == graph.token && chosen.kept == graph.kept);
-    for (size_t i = 0; i < chosen.graphs.size(); i++)
-        CHECK(chosen.graphs[i] == 1 && chosen.launches[i] == 0);
+    for (bool ahead : { false, true }) {
+        on_device.ahead = ahead;
+        run_result chosen = run(&ops_cuda, m, on_device);
+        CHECK(chosen.token == graph.token && chosen.kept == graph.kept && chosen.scores == graph.scores);
+        for (size_t i = 0; i < chosen.graphs.size(); i++)
+            CHECK(chosen.graphs[i] == 1 && chosen.launches[i] == 1);
+    }
     // A lane alone gives the same bits as among others.
     for (size_t lane = 1; lane < s.prompts.size(); lane++) {
         run_setup one = s;
@@ -566,13 +638,70 @@ static void failures(const small_model &m, const run_setup &s, int ranks)
     tp_now = 1;
 }
 
+// What noting a step costs the host, which is what a step that is noted ahead saves: printed, for docs and README. Nothing runs.
+static void noting_time()
+{
+    small_model m(32, 8, 1, 64, false);
+    const int n = 20, nk = m.d.n_kv, heads = m.d.n_layer * nk, times = 51;
+    skv_error err;
+    ops_config cfg = config(n, KERN_KV_BF16);
+    void *be = ops_cuda.open(&cfg, &m.src, &err);
+    ops_kv *kv = be ? ops_cuda.kv_init(be, (uint32_t)(n * heads), &err) : nullptr;
+    float *x = kv ? ops_cuda.state_new(be, n, &err) : nullptr;
+    CHECK(x != nullptr);
+    if (!x)
+        return;
+    std::vector<ops_seg> seg;
+    std::vector<int32_t> slot((size_t)n * heads);
+    kern_rule rule;
+    memset(&rule, 0, sizeof rule);
+    rule.budget = 31;
+    rule.decay = rule.weight = 1;
+    std::vector<kern_rule> rules(n, rule);
+    std::vector<double> us;
+    for (int i = 0; i < n; i++)
+        seg.push_back({ i, i, 1, 100, nullptr, 0, nullptr, i + 1 });
+    for (size_t k = 0; k < slot.size(); k++) {
+        kv->table[k * kv->max_pages] = (uint32_t)k;
+        kv->len[k] = 20;
+        kv->cap[k] = 20 + k % 2; // every other head evicts
+    }
+    cuda *c = static_cast<cuda *>(be);
+    for (int i = 0; i < heads / nk * n; i++)
+        cu_kv_diff(c, i / m.d.n_layer, i % m.d.n_layer);
+    cu_kv_push(c);
+    ops_pass pass = { n, n, nullptr, seg.data() };
+    for (int t = 0; t < times; t++) {
+        for (size_t k = 0; k < slot.size(); k++) {
+            slot[k] = k % 2 ? 20 : -1;
+            kv->len[k] = 20 + k % 2;
+        }
+        auto start = std::chrono::steady_clock::now();
+        ops_cuda.embed(be, &pass, x);
+        for (int l = 0; l < m.d.n_layer; l++) {
+            ops_cuda.attn_in(be, l, &pass, x, &slot[(size_t)l * n * nk]);
+            ops_cuda.attn_decode(be, l, &pass, rules.data());
+            ops_cuda.attn_out_mlp(be, l, &pass, x);
+        }
+        us.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count());
+        ops_cuda.ahead(be, nullptr);
+        CHECK(c->noted.empty() && c->change[0].empty() && c->s_len == std::vector<int32_t>((size_t)n * heads, 20));
+    }
+    std::sort(us.begin(), us.end());
+    printf("noting a step of %d sequences, %d layers, %d KV heads: %.0f us of the host (median; least %.0f)\n", n, m.d.n_layer, nk,
+           us[times / 2], us[0]);
+    ops_cuda.state_free(be, x);
+    ops_cuda.close(be);
+}
+
 int main(int argc, char **argv)
 {
     bool small_run = argc > 1 && strcmp(argv[1], "small") == 0;
     small_model plain(3, 3, 3, 64, false), extras(2, 2, 2, 80, true);
-    run_setup s = { { random_prompt(33, 301), random_prompt(small_run ? 20 : 270, 301), random_prompt(1, 301) },
-                    small_run ? 4 : 6, 400, false, false, false, KERN_KV_BF16, {}, false };
+    run_setup s = { { random_prompt(30, 301), random_prompt(small_run ? 62 : 286, 301), random_prompt(1, 301) },
+                    small_run ? 4 : 6, 400, false, false, false, KERN_KV_BF16, {}, false, false };
     refusals(plain);
+    noting_time();
     against_cpu(plain, s, "bf16, nothing evicted", 0.03, 1.0);
     s.budget = 20;
     s.by_value = true;
@@ -591,9 +720,10 @@ int main(int argc, char **argv)
     s.by_value = false;
     s.steps = 2;
     failures(two_heads, s, 1);
-    s.sampled = true;
+    s.sampled = s.ahead = true;
+    s.steps = 3;
     failures(two_heads, s, 2);
-    s.sampled = false;
+    s.sampled = s.ahead = false;
     s.steps = small_run ? 4 : 6;
     s.by_value = true;
     s.budget = 20;
