@@ -11,7 +11,9 @@
  *   P8   q < 256: 8 vectors of 64 bytes; byte 4 * r + j of vector v is input 4 * v + j of row r
  *
  * A panel is its groups of 32 inputs one after another, a single stream to read: q (256 or 512 bytes), d [per][16] f16
- * and, when has_m, m [per][16] f16, where per = 32 / group scales. Groups are 32-byte aligned, panels 64.
+ * and, when has_m, m [per][16] f16, where per = 32 / group scales. Groups are 32-byte aligned, panels 64. After the last
+ * group of a P4 panel: `unit`, f32, the power of two that makes whole numbers below 2^15 of all its d, or 0 where none
+ * does. With it an integer product can apply d: i * (d * unit) rounds to f32 as i * d does, scaled by unit.
  * Without m, m = -zero * d (Q8_0: 128, Q4_0: 8, Q5_0: 16, Q6_K: 32), computed in f32 where it is used.
  *
  * Float forms: PF32 f32 [cols][16]; PF16 f16 [cols][16]; PBF16 bf16 [cols/2][16][2].
@@ -105,6 +107,12 @@ struct kern_linear_fns {
 void kern_linear_scalar(struct kern_linear_fns *f);
 void kern_linear_avx2(struct kern_linear_fns *f);
 void kern_linear_avx512(struct kern_linear_fns *f);
+
+/* Bytes that a panel has after its last group. */
+static inline size_t kern_panel_tail(const struct kern_packed *w)
+{
+    return w->form == KERN_P4 ? sizeof(float) : 0;
+}
 
 /* Group g of a panel. */
 static inline const unsigned char *kern_panel_at(const struct kern_packed *w, int panel, int g)

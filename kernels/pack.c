@@ -3,7 +3,9 @@
 
 #include "kernels/blocks.h"
 
+#include <limits.h>
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* --- shapes ---------------------------------------------------------------------------------------- */
@@ -40,7 +42,7 @@ void kern_pack_shape(struct kern_packed *p, const struct kern_tensor *t)
     }
     size_t scales = p->q_max ? (size_t)(KERN_GROUP / p->group) * KERN_PANEL * sizeof(uint16_t) : 0;
     p->group_bytes = p->q_bytes + scales * (p->has_m ? 2 : 1);
-    p->panel_bytes = p->stride = round_up((size_t)p->n_group * p->group_bytes, 64);
+    p->panel_bytes = p->stride = round_up((size_t)p->n_group * p->group_bytes + kern_panel_tail(p), 64);
 }
 
 /* --- repacking one panel ------------------------------------------------------------------------------ */
@@ -116,6 +118,28 @@ static void pack_row_float(const struct kern_packed *p, int type, unsigned char 
         to[p->form == KERN_PF16 ? i * KERN_PANEL + j : (i / 2) * 2 * KERN_PANEL + 2 * j + i % 2] = x[i];
 }
 
+/* See isa_linear.h. A half is M * 2^e with M below 2^11; the range of e over a panel decides. */
+static float panel_unit(const struct kern_packed *p, const unsigned char *panel)
+{
+    int top = INT_MIN, low = INT_MAX;
+    for (int g = 0; g < p->n_group; g++) {
+        const uint16_t *d = (const uint16_t *)(panel + (size_t)g * p->group_bytes + p->q_bytes);
+        for (int j = 0; j < KERN_PANEL; j++) {
+            float f = kern_f16_to_f32(d[j]);
+            int e, last = -11;
+            if (f == 0)
+                continue;
+            if (!isfinite(f))
+                return 0;
+            for (int m = abs((int)ldexpf(frexpf(f, &e), 11)); m % 2 == 0; m /= 2)
+                last++;
+            top = e > top ? e : top;
+            low = e + last < low ? e + last : low;
+        }
+    }
+    return top == INT_MIN ? 1.0f : top - low <= 15 ? ldexpf(1.0f, -low) : 0.0f;
+}
+
 void kern_pack_panel(const struct kern_packed *p, const struct kern_tensor *t, int panel)
 {
     unsigned char *to = p->data + (size_t)panel * p->stride;
@@ -126,5 +150,9 @@ void kern_pack_panel(const struct kern_packed *p, const struct kern_tensor *t, i
         int64_t row = (int64_t)panel * KERN_PANEL + j;
         if (row < p->rows)
             pack(p, t->type, to, j, (const unsigned char *)t->data + (size_t)row * row_bytes);
+    }
+    if (p->form == KERN_P4) {
+        float unit = panel_unit(p, to);
+        memcpy(to + (size_t)p->n_group * p->group_bytes, &unit, sizeof unit);
     }
 }

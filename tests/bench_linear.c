@@ -30,7 +30,7 @@ static enum bench_limit limit_of(int type)
 
 static void bench_mul(struct bench *b, int type, int rows, int cols)
 {
-    static const int batch[] = { 1, 2, 4, 8, 16, 64, 256 };
+    static const int batch[] = { 1, 2, 4, 8, 20, 64, 256 };
     struct kern_tensor t = lrig_tensor(type, rows, cols, 1);
     struct mul_bench m = { .isa = b->isa, .p = lrig_pack(&t), .in = lrig_input(256, cols) };
     float *x = lrig_floats((size_t)256 * (size_t)cols, 1, 2);

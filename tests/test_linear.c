@@ -263,6 +263,52 @@ static void check_part(struct mul_case *k)
     lrig_input_free(&part);
 }
 
+/* Panels of Q4_0 and Q4_1 whose d are whole numbers of 15 bits in one unit, and such as have none. */
+START_TEST(test_mul_unit)
+{
+    static const struct {
+        float least, most; /* |d| of all groups but the last, and of the last */
+        float unit;        /* expected, or 0 */
+    } t[] = {
+        { 2047, 2047 * 16.0f, 1 },                     /* the largest that 15 bits hold: 32752 */
+        { 2047, 2047 * 32.0f, 0 },                     /* one bit more */
+        { 0x1p-24f, 2047 * 0x1p-20f, 0x1p24f },        /* from the least of all halves */
+        { 0x1p-24f, 0.25f, 0 },
+        { 0x1.8p-9f, 0x1.ap-8f, 0x1p11f },
+        { 0, 0.5f, 2 },
+        { 0, 0, 1 },
+        { 1, INFINITY, 0 },
+    };
+    static const int types[] = { KERN_Q4_0, KERN_Q4_1 };
+    int type = types[_i % 2], i = _i / 2;
+    size_t each = kern_type_block_bytes(type), n = 16 * 512 / 32;
+    struct mul_case k;
+    float unit;
+
+    case_open(&k, type, 16, 512);
+    unsigned char *b = (unsigned char *)k.t.data;
+    for (size_t at = 0; at < n; at++) {
+        float d = at + 1 == n ? t[i].most : t[i].least;
+        if (at % 3 == 0)
+            memset(b + at * each, 0xff, each);
+        lrig_put_half(b + at * each, at % 5 == 0 ? -d : d);
+        if (kern_type_has_min(type))
+            lrig_put_half(b + at * each + 2, at % 7 == 0 ? 60000.0f : -3.5f * t[i].least);
+    }
+    memset(k.p.data, 0, k.p.panel_bytes);
+    kern_pack_panel(&k.p, &k.t, 0);
+    memcpy(&unit, kern_panel_at(&k.p, 0, k.p.n_group), sizeof unit);
+    ck_assert_msg(unit == t[i].unit, "unit %g, not %g", (double)unit, (double)t[i].unit);
+    for (int r = 0; r < MAX_ROWS; r += 2) { /* sums at their ends: the largest, both ways */
+        for (int c = 0; c < 512; c++)
+            k.x[r * 512 + c] = r % 4 == 0 ? 1.5f : -1.5f;
+        isa[0]->lin.act_set(&k.in, r, k.x + (size_t)r * 512, 512);
+    }
+    check_bits(&k);
+    case_close(&k);
+}
+END_TEST
+
 START_TEST(test_mul_exact)
 {
     each_case(lrig_types[_i], check_exact);
@@ -494,6 +540,7 @@ int main(void)
     tcase_add_loop_test(t, test_repack, 0, LRIG_TYPES);
     tcase_add_loop_test(t, test_mul_exact, 0, LRIG_TYPES);
     tcase_add_loop_test(t, test_mul_bits, 0, LRIG_TYPES);
+    tcase_add_loop_test(t, test_mul_unit, 0, 2 * 8);
     tcase_add_loop_test(t, test_mul_part, 0, LRIG_TYPES);
     tcase_add_loop_test(t, test_mul_saturation, 0, LRIG_TYPES);
     tcase_add_test(t, test_dot_f32);

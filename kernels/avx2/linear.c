@@ -5,6 +5,10 @@
  * fit for q <= 15, 4 for q <= 31, 2 for q <= 63. q up to 255 would saturate at once and goes through vpmaddwd on 16-bit
  * values. Whatever the way, the integer sums are exact, so the results equal scalar's bit for bit.
  *
+ * What limits a tile are the multiplications, two a cycle whatever their kind: of a row's 24 a group, 16 are of q. Where
+ * a panel has a `unit`, the product that adds a pair of 16-bit sums multiplies by d, too, which saves 2: the sums are
+ * at most 8 * 30 * 127 each, so a pair times 2^15 fits 32 bits, and it is rounded to f32 once, as i * d is.
+ *
  * A tile is one panel (16 outputs: two vectors of 8) by up to TILE rows. Weights are loaded once a tile and
  * activations broadcast from memory.
  */
@@ -13,7 +17,8 @@
 #include "kernels/avx2/v16.h"
 #include "kernels/isa_rows.h"
 
-#define TILE   4    /* rows of a tile */
+#define TILE   6    /* most rows of a tile */
+#define P4_BYTES 512 /* a P4 group unpacked: 32 inputs of 16 outputs */
 #define INLINE static inline __attribute__((always_inline))
 
 /* Keeps a running sum a running sum: compilers reorder long integer additions into trees, whose leaves then don't fit
@@ -59,21 +64,6 @@ INLINE __m256 half8(const uint16_t *p)
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
 
-/* d and m of n_group groups in f32: sd, sm [n_group][per][16]. */
-static void scales_f32(const struct kern_packed *w, const uint8_t *group, int n_group, float *sd, float *sm)
-{
-    int n = KERN_GROUP / w->group * KERN_PANEL;
-    __m256 zero = _mm256_set1_ps((float)-w->zero);
-    for (int g = 0; g < n_group; g++, group += w->group_bytes, sd += n, sm += n) {
-        const uint16_t *d = kern_group_d(w, group, 0), *m = kern_group_m(w, group, 0);
-        for (int i = 0; i < n; i += 8) {
-            __m256 vd = half8(d + i);
-            _mm256_store_ps(sd + i, vd);
-            _mm256_store_ps(sm + i, w->has_m ? half8(m + i) : _mm256_mul_ps(vd, zero));
-        }
-    }
-}
-
 INLINE void tile_store(float *out, __m256 (*acc)[2], const int R)
 {
 #pragma GCC unroll 6
@@ -83,25 +73,33 @@ INLINE void tile_store(float *out, __m256 (*acc)[2], const int R)
     }
 }
 
-/* acc = fma(i * d_w, d_a, acc), fma(s_a, m_w, acc) for a row's two vectors. */
-INLINE void scale_acc(__m256 acc[2], const __m256i i[2], const float *dw, const float *mw, float da, float sa)
+/* acc = fma(i * d_w, d_a, acc), fma(s_a, m_w, acc) for a row's two vectors. scaled: i is multiplied by d_w already. */
+INLINE void scale_acc(__m256 acc[2], const __m256i i[2], const float *dw, const float *mw, float da, float sa,
+                      const bool scaled)
 {
     __m256 vd = _mm256_set1_ps(da), vs = _mm256_set1_ps(sa);
     for (int h = 0; h < 2; h++) {
-        __m256 t = _mm256_mul_ps(_mm256_cvtepi32_ps(i[h]), _mm256_load_ps(dw + 8 * h));
+        __m256 t = _mm256_cvtepi32_ps(i[h]);
+        if (!scaled)
+            t = _mm256_mul_ps(t, _mm256_load_ps(dw + 8 * h));
         acc[h] = _mm256_fmadd_ps(t, vd, acc[h]);
         acc[h] = _mm256_fmadd_ps(vs, _mm256_load_ps(mw + 8 * h), acc[h]);
     }
 }
 
-/* A panel's weights: as they lie in memory ("direct": one tile reads them once, a single stream that the hardware
- * prefetches better than any instruction), or their scales (and P4's nibbles) unpacked for several tiles. */
+/* How a tile takes its panel's weights. DIRECT: as they lie in memory, a single stream that the hardware prefetches better
+ * than any instruction. FIRST: the same, and it leaves the scales (and P4's nibbles) unpacked for the tiles that follow:
+ * beside products that costs less than a pass of its own. LATER: what FIRST left. */
+enum how { DIRECT, FIRST, LATER };
+
 struct source {
     const uint8_t *u; /* first group's q */
     size_t step;      /* from group to group */
-    const float *sd, *sm; /* [group][per][16]; not read by direct tiles */
-    size_t d, m;      /* of direct tiles: bytes from a group's start to its d and m; m 0: there is none */
+    size_t d, m;      /* bytes from a group's start to its d and m; m 0: there is none */
     float zero;       /* m = d * zero then */
+    float unit;       /* of the panel, or 0 */
+    float *sd, *sm;   /* unpacked: [group][per][16] */
+    uint8_t *bytes;   /* P4 unpacked: [group][512] */
     const uint8_t *next; /* the panel that follows in memory, or NULL: to be brought into L2 while this one is computed, */
     size_t next_step;    /* so many bytes of it with each group */
 };
@@ -113,15 +111,22 @@ INLINE void next_fetch(const struct source *s, int g)
             _mm_prefetch((const char *)s->next + (size_t)g * s->next_step + i, _MM_HINT_T1);
 }
 
-/* Scale k (0 .. per - 1) of the group at u, as it lies in memory, to dm: d [16], m [16]. */
-INLINE void scale_get(const struct source *s, const uint8_t *u, int k, float *dm)
+/* Scale k (0 .. per - 1) of the group at u, as it lies in memory, to sd [16], sm [16]. whole: in units of s->unit, and each d
+ * as a pair of 16-bit integers. */
+INLINE void scale_get(const struct source *s, const uint8_t *u, int k, float *sd, float *sm, const bool whole)
 {
+    const __m256 unit = _mm256_set1_ps(s->unit), zero = _mm256_set1_ps(s->zero);
     for (int i = 0; i < KERN_PANEL; i += 8) {
         size_t at = (size_t)(k * KERN_PANEL + i) * sizeof(uint16_t);
         __m256 d = half8((const uint16_t *)(u + s->d + at));
-        _mm256_store_ps(dm + i, d);
-        _mm256_store_ps(dm + KERN_PANEL + i, s->m ? half8((const uint16_t *)(u + s->m + at))
-                                                  : _mm256_mul_ps(d, _mm256_set1_ps(s->zero)));
+        __m256 m = s->m ? half8((const uint16_t *)(u + s->m + at)) : _mm256_mul_ps(d, zero);
+        if (whole) {
+            __m256i x = _mm256_cvtps_epi32(_mm256_mul_ps(d, unit));
+            d = _mm256_castsi256_ps(_mm256_blend_epi16(x, _mm256_slli_epi32(x, 16), 0xaa));
+            m = _mm256_mul_ps(m, unit);
+        }
+        _mm256_store_ps(sd + i, d);
+        _mm256_store_ps(sm + i, m);
     }
 }
 
@@ -134,23 +139,29 @@ INLINE __m256i bytes_get(const uint8_t *u, int v, int h, const bool nibbles)
     return _mm256_and_si256(v < 4 ? x : _mm256_srli_epi16(x, 4), _mm256_set1_epi8(15));
 }
 
-/* R rows; `per` scales in a group: 1, or 2 with 16-input scales; `run` vpmaddubsw results added in 16 bits. */
+/* R rows; `per` scales in a group: 1, or 2 with 16-input scales; `run` vpmaddubsw results added in 16 bits. whole: the panel
+ * has a unit (per 1, run 8). */
 INLINE void tile_bytes(const struct source *s, const struct tile *t, int n_group, float *out, const int R, const int per,
-                       const int run, const bool direct, const bool nibbles)
+                       const int run, const enum how how, const bool p4, const bool whole)
 {
-    const __m256i ones = _mm256_set1_epi16(1);
     const int runs = 8 / per / run; /* a checked division in the loop's head would keep gcc's sanitizers from unrolling it */
-    const uint8_t *u = s->u;
-    const float *sd = s->sd, *sm = s->sm;
+    const bool unpacked = p4 && how == LATER;
+    const uint8_t *u = unpacked ? s->bytes : s->u;
+    const size_t step = unpacked ? P4_BYTES : s->step;
     __m256 acc[TILE][2];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
         acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-    for (int g = 0; g < n_group; g++, u += s->step) {
-        if (!direct)
+    for (int g = 0; g < n_group; g++, u += step) {
+        if (how == LATER)
             next_fetch(s, g);
 #pragma GCC unroll 2
-        for (int k = 0; k < per; k++, sd += KERN_PANEL, sm += KERN_PANEL) {
+        for (int k = 0; k < per; k++) {
+            _Alignas(32) float dm[2 * KERN_PANEL];
+            size_t at = (size_t)(g * per + k) * KERN_PANEL;
+            float *dw = how == DIRECT ? dm : s->sd + at, *mw = how == DIRECT ? dm + KERN_PANEL : s->sm + at;
+            if (how == FIRST)
+                scale_get(s, u, k, dw, mw, whole);
             __m256i sum[TILE][2];
 #pragma GCC unroll 4
             for (int c = 0; c < runs; c++) {
@@ -158,7 +169,11 @@ INLINE void tile_bytes(const struct source *s, const struct tile *t, int n_group
 #pragma GCC unroll 8
                 for (int i = 0; i < run; i++) {
                     const int v = k * 4 + c * run + i;
-                    __m256i w0 = bytes_get(u, v, 0, nibbles), w1 = bytes_get(u, v, 1, nibbles);
+                    __m256i w0 = bytes_get(u, v, 0, p4 && !unpacked), w1 = bytes_get(u, v, 1, p4 && !unpacked);
+                    if (p4 && how == FIRST) {
+                        _mm256_store_si256((__m256i *)(s->bytes + (size_t)g * P4_BYTES + 64 * v), w0);
+                        _mm256_store_si256((__m256i *)(s->bytes + (size_t)g * P4_BYTES + 64 * v + 32), w1);
+                    }
 #pragma GCC unroll 6
                     for (int r = 0; r < R; r++) {
                         __m256i b = quad(t->q8 + r * t->ld_q + g * KERN_GROUP + 4 * v);
@@ -169,40 +184,42 @@ INLINE void tile_bytes(const struct source *s, const struct tile *t, int n_group
                         KEEP(p[r][1]);
                     }
                 }
+                if (how == DIRECT && c == runs - 1) /* earlier they would take registers from the products */
+                    scale_get(s, u, k, dw, mw, whole);
 #pragma GCC unroll 6
                 for (int r = 0; r < R; r++)
                     for (int h = 0; h < 2; h++) {
-                        __m256i x = _mm256_madd_epi16(p[r][h], ones);
+                        __m256i by = whole ? _mm256_load_si256((const __m256i *)(dw + 8 * h)) : _mm256_set1_epi16(1);
+                        __m256i x = _mm256_madd_epi16(p[r][h], by);
                         sum[r][h] = c ? _mm256_add_epi32(sum[r][h], x) : x;
                     }
             }
-            _Alignas(32) float dm[2 * KERN_PANEL];
-            if (direct)
-                scale_get(s, u, k, dm);
-            const float *dw = direct ? dm : sd, *mw = direct ? dm + KERN_PANEL : sm;
 #pragma GCC unroll 6
             for (int r = 0; r < R; r++) {
                 const float *f = t->scale + r * t->ld_s + 4 * g;
-                scale_acc(acc[r], sum[r], dw, mw, f[0], f[per == 1 ? 1 : 2 + k]);
+                scale_acc(acc[r], sum[r], dw, mw, f[0], f[per == 1 ? 1 : 2 + k], whole);
             }
         }
     }
+    if (whole)
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++)
+            for (int h = 0; h < 2; h++)
+                acc[r][h] = _mm256_mul_ps(acc[r][h], _mm256_set1_ps(1 / s->unit));
     tile_store(out, acc, R);
 }
 
 /* q up to 255: even and odd bytes as 16-bit values against activations in the order 0 2 1 3. */
-INLINE void tile_wide(const struct source *s, const struct tile *t, int n_group, float *out, const int R,
-                      const bool direct)
+INLINE void tile_wide(const struct source *s, const struct tile *t, int n_group, float *out, const int R, const enum how how)
 {
     const __m256i low = _mm256_set1_epi16(0xff);
     const uint8_t *u = s->u;
-    const float *sd = s->sd, *sm = s->sm;
     __m256 acc[TILE][2];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
         acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-    for (int g = 0; g < n_group; g++, u += s->step, sd += KERN_PANEL, sm += KERN_PANEL) {
-        if (!direct)
+    for (int g = 0; g < n_group; g++, u += s->step) {
+        if (how == LATER)
             next_fetch(s, g);
         __m256i sum[TILE][2];
 #pragma GCC unroll 8
@@ -210,7 +227,7 @@ INLINE void tile_wide(const struct source *s, const struct tile *t, int n_group,
             __m256i w0 = bytes_get(u, v, 0, false), w1 = bytes_get(u, v, 1, false);
             __m256i e0 = _mm256_and_si256(w0, low), o0 = _mm256_srli_epi16(w0, 8);
             __m256i e1 = _mm256_and_si256(w1, low), o1 = _mm256_srli_epi16(w1, 8);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
             for (int r = 0; r < R; r++) {
                 const int16_t *x = t->q16 + r * t->ld_q + (g * 8 + v) * 4;
                 __m256i be = pair16(x), bo = pair16(x + 2);
@@ -224,92 +241,78 @@ INLINE void tile_wide(const struct source *s, const struct tile *t, int n_group,
             }
         }
         _Alignas(32) float dm[2 * KERN_PANEL];
-        if (direct)
-            scale_get(s, u, 0, dm);
-        const float *dw = direct ? dm : sd, *mw = direct ? dm + KERN_PANEL : sm;
+        size_t at = (size_t)g * KERN_PANEL;
+        float *dw = how == DIRECT ? dm : s->sd + at, *mw = how == DIRECT ? dm + KERN_PANEL : s->sm + at;
+        if (how != LATER)
+            scale_get(s, u, 0, dw, mw, false);
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) {
             const float *f = t->scale + r * t->ld_s + 4 * g;
-            scale_acc(acc[r], sum[r], dw, mw, f[0], f[1]);
+            scale_acc(acc[r], sum[r], dw, mw, f[0], f[1], false);
         }
     }
     tile_store(out, acc, R);
 }
 
-/* P4 groups, `step` apart, to bytes [n_group][8][64]. */
-static void unpack_p4(const uint8_t *q, size_t step, int n_group, uint8_t *u)
-{
-    const __m256i nibble = _mm256_set1_epi8(15);
-    for (int g = 0; g < n_group; g++, q += step, u += 512)
-        for (int v = 0; v < 256; v += 32) {
-            __m256i x = _mm256_load_si256((const __m256i *)(q + v));
-            _mm256_store_si256((__m256i *)(u + v), _mm256_and_si256(x, nibble));
-            _mm256_store_si256((__m256i *)(u + 256 + v), _mm256_and_si256(_mm256_srli_epi16(x, 4), nibble));
-        }
-}
-
+/* A tile of each kind for 1 .. TILE rows. FIRST has most of the rows of a panel that two tiles or more share. */
 typedef void tile_fn(const struct source *s, const struct tile *t, int n_group, float *out);
-#define TILE_FN(name, body)                                                                       \
+#define TILE_FN(name, body)                                                                        \
     static void tile_##name(const struct source *s, const struct tile *t, int n_group, float *out) \
-    {                                                                                             \
-        body;                                                                                     \
+    {                                                                                              \
+        body;                                                                                      \
     }
-#define TILE_BOTH(kind, R, per, run, nibbles)                                                  \
-    TILE_FN(kind##_##R, tile_bytes(s, t, n_group, out, R, per, run, false, false))             \
-    TILE_FN(kind##_##R##_direct, tile_bytes(s, t, n_group, out, R, per, run, true, nibbles))
-#define TILE_WIDE(R)                                               \
-    TILE_FN(q8_##R, tile_wide(s, t, n_group, out, R, false))       \
-    TILE_FN(q8_##R##_direct, tile_wide(s, t, n_group, out, R, true))
-TILE_BOTH(q4, 1, 1, 8, true)
-TILE_BOTH(q4, 2, 1, 8, true)
-TILE_BOTH(q4, 3, 1, 8, true)
-TILE_BOTH(q4, 4, 1, 8, true)
-TILE_BOTH(q5, 1, 1, 4, false)
-TILE_BOTH(q5, 2, 1, 4, false)
-TILE_BOTH(q5, 3, 1, 4, false)
-TILE_BOTH(q5, 4, 1, 4, false)
-TILE_BOTH(q6, 1, 2, 2, false)
-TILE_BOTH(q6, 2, 2, 2, false)
-TILE_BOTH(q6, 3, 2, 2, false)
-TILE_BOTH(q6, 4, 2, 2, false)
-TILE_WIDE(1)
-TILE_WIDE(2)
-TILE_WIDE(3)
-TILE_WIDE(4)
+#define TILE_q4(R, how) tile_bytes(s, t, n_group, out, R, 1, 8, how, true, false)
+#define TILE_q4w(R, how) tile_bytes(s, t, n_group, out, R, 1, 8, how, true, true)
+#define TILE_q5(R, how) tile_bytes(s, t, n_group, out, R, 1, 4, how, false, false)
+#define TILE_q6(R, how) tile_bytes(s, t, n_group, out, R, 2, 2, how, false, false)
+#define TILE_q8(R, how) tile_wide(s, t, n_group, out, R, how)
+#define TILE_ROWS(kind, R)                        \
+    TILE_FN(kind##_##R##_direct, TILE_##kind(R, DIRECT)) \
+    TILE_FN(kind##_##R##_first, TILE_##kind(R, FIRST))   \
+    TILE_FN(kind##_##R##_later, TILE_##kind(R, LATER))
+#define TILE_KIND(kind) \
+    TILE_ROWS(kind, 1) TILE_ROWS(kind, 2) TILE_ROWS(kind, 3) TILE_ROWS(kind, 4) TILE_ROWS(kind, 5) TILE_ROWS(kind, 6)
+TILE_KIND(q4)
+TILE_KIND(q4w)
+TILE_KIND(q5)
+TILE_KIND(q6)
+TILE_KIND(q8)
 
-#define TILE_ROW(kind, how) { tile_##kind##_1##how, tile_##kind##_2##how, tile_##kind##_3##how, tile_##kind##_4##how }
-static tile_fn *const tiles[4][TILE] = { TILE_ROW(q4, ), TILE_ROW(q5, ), TILE_ROW(q6, ), TILE_ROW(q8, ) };
-static tile_fn *const tiles_direct[4][TILE] = { TILE_ROW(q4, _direct), TILE_ROW(q5, _direct), TILE_ROW(q6, _direct),
-                                                TILE_ROW(q8, _direct) };
+#define TILE_NAMES(kind, how)                                                                              \
+    {                                                                                                      \
+        tile_##kind##_1_##how, tile_##kind##_2_##how, tile_##kind##_3_##how, tile_##kind##_4_##how, tile_##kind##_5_##how, \
+            tile_##kind##_6_##how                                                                          \
+    }
+#define TILE_HOWS(kind) { TILE_NAMES(kind, direct), TILE_NAMES(kind, first), TILE_NAMES(kind, later) }
+static tile_fn *const tiles[5][3][TILE] = { TILE_HOWS(q4), TILE_HOWS(q4w), TILE_HOWS(q5), TILE_HOWS(q6), TILE_HOWS(q8) };
 
+/* Rows in tiles as even as can be: one of a row or two costs nearly as much as a full one. */
 static void mul_quant(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row0,
                       int n_row, float *acc, void *scratch)
 {
-    int kind = w->q_max <= 15 ? 0 : w->q_max <= 31 ? 1 : w->q_max <= 63 ? 2 : 3;
-    size_t per = (size_t)(KERN_GROUP / w->group), n_scale = (size_t)a->n_group * per;
-    float *sd = scratch, *sm = sd + n_scale * KERN_PANEL;
-    struct source s = { .u = kern_panel_at(w, panel, g0), .step = w->group_bytes, .sd = sd, .sm = sm, .d = w->q_bytes,
-                        .zero = (float)-w->zero };
+    int kind = w->q_max <= 15 ? 0 : w->q_max <= 31 ? 2 : w->q_max <= 63 ? 3 : 4;
+    size_t per = (size_t)(KERN_GROUP / w->group), n_scale = (size_t)a->n_group * per * KERN_PANEL;
+    struct source s = { .u = kern_panel_at(w, panel, g0), .step = w->group_bytes, .d = w->q_bytes, .zero = (float)-w->zero,
+                        .sd = scratch };
     if (w->has_m)
         s.m = s.d + per * KERN_PANEL * sizeof(uint16_t);
-    if (n_row <= TILE) {
-        struct tile t = tile_at(a, row0);
-        tiles_direct[kind][n_row - 1](&s, &t, a->n_group, acc);
-        return;
-    }
-    scales_f32(w, s.u, a->n_group, sd, sm);
     if (w->form == KERN_P4) {
-        uint8_t *bytes = (uint8_t *)(sm + n_scale * KERN_PANEL);
-        unpack_p4(s.u, s.step, a->n_group, bytes);
-        s.u = bytes;
-        s.step = 512;
+        memcpy(&s.unit, kern_panel_at(w, panel, w->n_group), sizeof s.unit);
+        kind = s.unit != 0 && n_row > 2; /* for a row or two the integers cost more than they save */
     }
-    s.next = kern_panel_at(w, panel, g0) + w->panel_bytes;
+    s.sm = s.sd + n_scale;
+    s.bytes = (uint8_t *)(s.sm + n_scale);
+    s.next = s.u + w->panel_bytes;
     s.next_step = w->group_bytes;
-    for (int r = 0; r < n_row; r += TILE, s.next = NULL) {
-        int n = n_row - r < TILE ? n_row - r : TILE;
+    int left = (n_row + TILE - 1) / TILE;
+    enum how how = left == 1 ? DIRECT : FIRST;
+    for (int r = 0, n; r < n_row; r += n, left--) {
         struct tile t = tile_at(a, row0 + r);
-        tiles[kind][n - 1](&s, &t, a->n_group, acc + (size_t)r * KERN_PANEL);
+        n = (n_row - r + left - 1) / left;
+        tiles[kind][how][n - 1](&s, &t, a->n_group, acc + (size_t)r * KERN_PANEL);
+        if (how == LATER)
+            s.next = NULL;
+        how = LATER;
     }
 }
 
