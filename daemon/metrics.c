@@ -2,8 +2,10 @@
 
 #include <errno.h>
 #include <event2/buffer.h>
+#include <event2/bufferevent.h>
 #include <event2/event.h>
 #include <event2/http.h>
+#include <event2/listener.h>
 #include <netinet/in.h>
 #include <arpa/inet.h>
 #include <stdarg.h>
@@ -19,10 +21,18 @@
 #define TEXT_BYTES   (256 * 1024)
 #define REASONS_MAX  24
 #define HTTP_SECONDS 10
+#define HTTP_HEADER_BYTES 8192
+#define HTTP_MOST    16  /* connections */
+#define HTTP_NEXT_MS 1
+#define HTTP_REST_MS 200
 #define LAYERS_MAX   256
 
 struct metrics {
     struct evhttp *http;
+    struct evconnlistener *listener;
+    struct event *accept_ev; /* let the next ones in */
+    struct bufferevent *open[HTTP_MOST]; /* with a reference of ours each, the oldest first */
+    int n_open;
     int fd;
     char path[108];
     char reason[REASONS_MAX][24]; /* literals of ours, copied; the table never gets more of them */
@@ -52,8 +62,28 @@ void metrics_request_end(struct server *s, const struct method *m, const char *r
     t->count[i]++;
 }
 
+/* evhttp tells nobody how many connections it has, and takes as many as there are descriptors. So we hold a reference to the
+ * buffer of each: one that evhttp has freed has no callbacks any more. It closes its descriptor when we let it go, not before, as
+ * its events are still there. */
+static void forget_closed(struct metrics *t)
+{
+    int n = 0;
+
+    for (int i = 0; i < t->n_open; i++) {
+        void *arg = NULL;
+
+        bufferevent_getcb(t->open[i], NULL, NULL, NULL, &arg);
+        if (arg != NULL)
+            t->open[n++] = t->open[i];
+        else
+            bufferevent_decref(t->open[i]);
+    }
+    t->n_open = n;
+}
+
 void metrics_kv(const struct engine_kv_info *kv)
 {
+    forget_closed(&counted);
     counted.n_layers = kv->n_layers < LAYERS_MAX ? kv->n_layers : LAYERS_MAX;
     for (int i = 0; i < counted.n_layers; i++)
         counted.layer[i] = kv->layer[i];
@@ -213,6 +243,53 @@ static void on_metrics(struct evhttp_request *req, void *arg)
     free(text);
 }
 
+static void let_in_later(struct metrics *t, int ms)
+{
+    struct timeval tv = { 0, ms * 1000 };
+
+    if (event_add(t->accept_ev, &tv) == 0)
+        evconnlistener_disable(t->listener);
+}
+
+static void let_in(evutil_socket_t fd, short what, void *arg)
+{
+    struct metrics *t = arg;
+
+    (void)fd;
+    (void)what;
+    forget_closed(t);
+    if (t->n_open < HTTP_MOST || event_add(t->accept_ev, &(struct timeval){ 0, HTTP_NEXT_MS * 1000 }) != 0)
+        evconnlistener_enable(t->listener);
+}
+
+/* The buffer of a new connection. The last that there is room for makes the oldest end, and the next one waits for that: who
+ * opens connections and says nothing keeps nobody out. */
+static struct bufferevent *on_connection(struct event_base *base, void *arg)
+{
+    struct metrics *t = arg;
+    struct bufferevent *bev = bufferevent_socket_new(base, -1, BEV_OPT_CLOSE_ON_FREE);
+
+    forget_closed(t);
+    if (bev == NULL || t->n_open == HTTP_MOST)
+        return bev;
+    bufferevent_setwatermark(bev, EV_READ, 0, 2 * HTTP_HEADER_BYTES); /* also when evhttp has done with it */
+    bufferevent_incref(bev);
+    t->open[t->n_open++] = bev;
+    if (t->n_open == HTTP_MOST) {
+        shutdown(bufferevent_getfd(t->open[0]), SHUT_RDWR);
+        let_in_later(t, HTTP_NEXT_MS);
+    }
+    return bev;
+}
+
+/* No descriptors: asked at once, accept would say so again. */
+static void on_accept_error(struct evconnlistener *l, void *arg)
+{
+    (void)l;
+    (void)arg; /* evhttp's */
+    let_in_later(&counted, HTTP_REST_MS);
+}
+
 static int bind_loopback(const char *spec, struct skv_error *err)
 {
     const char *colon = strrchr(spec, ':');
@@ -253,15 +330,24 @@ int metrics_bind(const struct config *cfg, struct skv_error *err)
 int metrics_start(struct server *s, int fd, struct skv_error *err)
 {
     struct evhttp *http = evhttp_new(s->base);
+    struct evhttp_bound_socket *bound = NULL;
 
-    if (http == NULL || evhttp_accept_socket(http, fd) != 0) {
+    counted.accept_ev = event_new(s->base, -1, 0, let_in, &counted);
+    if (http != NULL && counted.accept_ev != NULL)
+        bound = evhttp_accept_socket_with_handle(http, fd);
+    if (bound == NULL) {
         if (http != NULL)
             evhttp_free(http);
+        if (counted.accept_ev != NULL)
+            event_free(counted.accept_ev);
         close(fd);
         return skv_fail(err, SKV_NO_MEMORY, "no memory for the metrics' listener");
     }
+    counted.listener = evhttp_bound_socket_get_listener(bound);
+    evconnlistener_set_error_cb(counted.listener, on_accept_error);
+    evhttp_set_bevcb(http, on_connection, &counted);
     evhttp_set_allowed_methods(http, EVHTTP_REQ_GET | EVHTTP_REQ_HEAD);
-    evhttp_set_max_headers_size(http, 8192);
+    evhttp_set_max_headers_size(http, HTTP_HEADER_BYTES);
     evhttp_set_max_body_size(http, 0);
     evhttp_set_timeout(http, HTTP_SECONDS);
     evhttp_set_cb(http, "/metrics", on_metrics, s);
@@ -272,8 +358,11 @@ int metrics_start(struct server *s, int fd, struct skv_error *err)
 
 void metrics_stop(struct server *s)
 {
-    if (s->metrics != NULL)
+    if (s->metrics != NULL) {
         evhttp_free(s->metrics->http);
+        event_free(s->metrics->accept_ev);
+        forget_closed(s->metrics);
+    }
     if (counted.path[0] != '\0')
         unlink(counted.path);
     s->metrics = NULL;

@@ -16,7 +16,8 @@ void metrics_stop(struct server *s);
 
 void metrics_request_end(struct server *s, const struct method *m, const char *reason);
 
-/* The layers as the engine last told them; the server asks once a second while somebody may read the metrics. */
+/* The layers as the engine last told them; the server asks once a second while somebody may read the metrics. Connections that are
+ * over are let go, too. */
 void metrics_kv(const struct engine_kv_info *kv);
 
 /* The whole text; returns its length. Exposed for tests. */

@@ -5,6 +5,7 @@ import re
 import resource
 import select
 import signal
+import socket
 import struct
 import sys
 import time
@@ -287,30 +288,80 @@ def test_queue_full():
         assert d.stop(signal.SIGKILL) != 0
 
 
+def cpu_seconds(d):
+    with open("/proc/%d/stat" % d.p.pid) as f:
+        v = f.read().split()
+    return (int(v[13]) + int(v[14])) / os.sysconf("SC_CLK_TCK")
+
+
+def few_descriptors():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+
 @own
 def test_descriptors_run_out():
     d = daemon("--max-connections", "100000", "--max-connections-per-user", "100000",
-               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)))
+               preexec_fn=few_descriptors)
     try:
         first = d.peer()
         assert first.call("hello")
         peers = [d.peer() for _ in range(80)]
-
         time.sleep(0.7)
-        def spent():
-            with open("/proc/%d/stat" % d.p.pid) as f:
-                v = f.read().split()
-            return (int(v[13]) + int(v[14])) / os.sysconf("SC_CLK_TCK")
-
-        a = spent()
+        a = cpu_seconds(d)
         time.sleep(1)
-        assert spent() - a < 0.3, "accept spins"
+        assert cpu_seconds(d) - a < 0.3, "accept spins"
         assert first.call("generate", prompt="n=3")["completion_tokens"] == 3
         assert "accept failed" in d.log()
         for p in peers:
             p.close()
         first.close()
         time.sleep(0.5)
+        healthy(d)
+    finally:
+        assert d.stop() == 0
+
+
+@own
+def test_metrics_connections():
+    """Who connects to the metrics and says nothing takes neither all descriptors nor the metrics from who asks; and where there are
+    no descriptors left, who asks waits."""
+    path = os.path.join(tmp, "idle.m")
+    d = daemon("--metrics", "unix:" + path, "--max-connections", "1000", "--max-connections-per-user", "1000",
+               preexec_fn=few_descriptors)
+
+    def connected():
+        s = socket.socket(socket.AF_UNIX)
+        s.connect(path)
+        return s
+
+    def held():
+        return len(os.listdir("/proc/%d/fd" % d.p.pid))
+
+    try:
+        before = held()
+        idle = [connected() for _ in range(100)]
+        for s in idle[50:]:
+            s.send(b"GET /met")
+        for _ in range(3):
+            with d.peer() as p:
+                assert p.call("generate", prompt="n=3")["completion_tokens"] == 3
+            assert "skvd_build_info" in http_get(path)
+        assert held() - before <= 16, held()
+        for s in idle:
+            s.close()
+        until(lambda: held() == before)
+        peers = [d.peer() for _ in range(80)]
+        until(lambda: "accept failed" in d.log())
+        with connected() as s:
+            s.settimeout(10)
+            s.send(b"GET /metrics HTTP/1.0\r\n\r\n")
+            a = cpu_seconds(d)
+            time.sleep(1)
+            assert cpu_seconds(d) - a < 0.3, "accept spins"
+            assert "[warn]" not in d.log(), "libevent's own word in the log"
+            for p in peers:
+                p.close()
+            assert s.recv(100).startswith(b"HTTP/1.0 200 OK")
         healthy(d)
     finally:
         assert d.stop() == 0
