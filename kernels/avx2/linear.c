@@ -254,43 +254,52 @@ INLINE void tile_wide(const struct source *s, const struct tile *t, int n_group,
     tile_store(out, acc, R);
 }
 
-/* A tile of each kind for 1 .. TILE rows. FIRST has most of the rows of a panel that two tiles or more share. */
 typedef void tile_fn(const struct source *s, const struct tile *t, int n_group, float *out);
-#define TILE_FN(name, body)                                                                        \
-    static void tile_##name(const struct source *s, const struct tile *t, int n_group, float *out) \
-    {                                                                                              \
-        body;                                                                                      \
+#define TILE_FN(kind, R, name, how)                                                                               \
+    static void tile_##kind##_##R##_##name(const struct source *s, const struct tile *t, int n_group, float *out) \
+    {                                                                                                             \
+        TILE_##kind(R, how);                                                                                      \
     }
 #define TILE_q4(R, how) tile_bytes(s, t, n_group, out, R, 1, 8, how, true, false)
 #define TILE_q4w(R, how) tile_bytes(s, t, n_group, out, R, 1, 8, how, true, true)
 #define TILE_q5(R, how) tile_bytes(s, t, n_group, out, R, 1, 4, how, false, false)
 #define TILE_q6(R, how) tile_bytes(s, t, n_group, out, R, 2, 2, how, false, false)
 #define TILE_q8(R, how) tile_wide(s, t, n_group, out, R, how)
-#define TILE_ROWS(kind, R)                        \
-    TILE_FN(kind##_##R##_direct, TILE_##kind(R, DIRECT)) \
-    TILE_FN(kind##_##R##_first, TILE_##kind(R, FIRST))   \
-    TILE_FN(kind##_##R##_later, TILE_##kind(R, LATER))
-#define TILE_KIND(kind) \
-    TILE_ROWS(kind, 1) TILE_ROWS(kind, 2) TILE_ROWS(kind, 3) TILE_ROWS(kind, 4) TILE_ROWS(kind, 5) TILE_ROWS(kind, 6)
+/* The row counts that mul_quant asks for: where there are several tiles, 4 or more in the first, 3 or more in others. */
+#define TILE_KIND(kind)                                                                      \
+    TILE_FN(kind, 1, direct, DIRECT)                                                         \
+    TILE_FN(kind, 2, direct, DIRECT)                                                         \
+    TILE_FN(kind, 3, direct, DIRECT)                                                         \
+    TILE_FN(kind, 4, direct, DIRECT)                                                         \
+    TILE_FN(kind, 5, direct, DIRECT)                                                         \
+    TILE_FN(kind, 6, direct, DIRECT)                                                         \
+    TILE_FN(kind, 4, first, FIRST)                                                           \
+    TILE_FN(kind, 5, first, FIRST)                                                           \
+    TILE_FN(kind, 6, first, FIRST)                                                           \
+    TILE_FN(kind, 3, later, LATER)                                                           \
+    TILE_FN(kind, 4, later, LATER)                                                           \
+    TILE_FN(kind, 5, later, LATER)                                                           \
+    TILE_FN(kind, 6, later, LATER)
+#define TILES(kind)                                                                                      \
+    {                                                                                                    \
+        { tile_##kind##_1_direct, tile_##kind##_2_direct, tile_##kind##_3_direct, tile_##kind##_4_direct, \
+          tile_##kind##_5_direct, tile_##kind##_6_direct },                                              \
+        { NULL, NULL, NULL, tile_##kind##_4_first, tile_##kind##_5_first, tile_##kind##_6_first },        \
+        { NULL, NULL, tile_##kind##_3_later, tile_##kind##_4_later, tile_##kind##_5_later, tile_##kind##_6_later } \
+    }
 TILE_KIND(q4)
 TILE_KIND(q4w)
 TILE_KIND(q5)
 TILE_KIND(q6)
 TILE_KIND(q8)
-
-#define TILE_NAMES(kind, how)                                                                              \
-    {                                                                                                      \
-        tile_##kind##_1_##how, tile_##kind##_2_##how, tile_##kind##_3_##how, tile_##kind##_4_##how, tile_##kind##_5_##how, \
-            tile_##kind##_6_##how                                                                          \
-    }
-#define TILE_HOWS(kind) { TILE_NAMES(kind, direct), TILE_NAMES(kind, first), TILE_NAMES(kind, later) }
-static tile_fn *const tiles[5][3][TILE] = { TILE_HOWS(q4), TILE_HOWS(q4w), TILE_HOWS(q5), TILE_HOWS(q6), TILE_HOWS(q8) };
+enum { Q4, Q4_WHOLE, Q5, Q6, Q8 };
+static tile_fn *const tiles[5][3][TILE] = { TILES(q4), TILES(q4w), TILES(q5), TILES(q6), TILES(q8) };
 
 /* Rows in tiles as even as can be: one of a row or two costs nearly as much as a full one. */
 static void mul_quant(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row0,
                       int n_row, float *acc, void *scratch)
 {
-    int kind = w->q_max <= 15 ? 0 : w->q_max <= 31 ? 2 : w->q_max <= 63 ? 3 : 4;
+    int kind = w->q_max <= 15 ? Q4 : w->q_max <= 31 ? Q5 : w->q_max <= 63 ? Q6 : Q8;
     size_t per = (size_t)(KERN_GROUP / w->group), n_scale = (size_t)a->n_group * per * KERN_PANEL;
     struct source s = { .u = kern_panel_at(w, panel, g0), .step = w->group_bytes, .d = w->q_bytes, .zero = (float)-w->zero,
                         .sd = scratch };
@@ -298,7 +307,8 @@ static void mul_quant(const struct kern_packed *w, int panel, int g0, const stru
         s.m = s.d + per * KERN_PANEL * sizeof(uint16_t);
     if (w->form == KERN_P4) {
         memcpy(&s.unit, kern_panel_at(w, panel, w->n_group), sizeof s.unit);
-        kind = s.unit != 0 && n_row > 2; /* for a row or two the integers cost more than they save */
+        if (s.unit != 0 && n_row > 2) /* for a row or two the integers cost more than they save */
+            kind = Q4_WHOLE;
     }
     s.sm = s.sd + n_scale;
     s.bytes = (uint8_t *)(s.sm + n_scale);
