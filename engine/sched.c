@@ -109,7 +109,7 @@ void sched_drop_session(struct engine *e, struct seq *s, bool lost)
     assert(s->state == SEQ_IDLE);
     if (lost)
         sched_remember_lost(e, s);
-    core_log(e, 6, "session ended uid=%u name=\"%s\" tokens=%d", s->uid, s->session, s->n_kv);
+    core_log(e, 6, "session ended uid=%u tokens=%d name=\"%s\"", s->uid, s->n_kv, s->session);
     drop(e, s);
 }
 

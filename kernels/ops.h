@@ -1,6 +1,6 @@
 /* ops.h - the operation table: everything the engine asks of a backend.
  *
- * A backend (cpu, cuda, sim) fills one `struct ops`. The engine's forward pass (engine/forward.c) calls
+ * A backend (cpu, cuda, sim) fills one `struct ops`. The engine (engine/prefill.c, engine/decode.c) calls
  * these in order and knows nothing of ISAs, streams or devices; a backend knows tensors, pages, slots and
  * LANES (rows of the KV state arrays), never sequences or policies by name.
  *

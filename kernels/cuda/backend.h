@@ -192,7 +192,7 @@ int cu_weights_load(cuda *c, const ops_model_src *src, skv_error *err);
 // The layer's weights as bf16 in the rank's buffers (kept until another layer is asked for).
 void cu_layer16(cuda *c, cu_rank &r, int layer);
 
-// kv.cu
+// kv_host.cu
 ops_kv *cu_kv_init(void *be, uint32_t n_pages, skv_error *err);
 void cu_kv_fini(cuda *c);
 void cu_page_clear(void *be, const uint32_t *pages, int n);

@@ -60,7 +60,7 @@ bool cu_select_wide(const sel_params &p);
 void cu_select_rest(cudaStream_t st, const sel_params &p);
 void cu_select_end(cudaStream_t st, const sel_params &p, int dtype, int n_page);
 
-// kv.cu; counts are read on the device
+// kv_launch.cu; counts are read on the device
 void cu_kv_apply(cudaStream_t st, const kv_view &kv, const kv_change *change, const int32_t *n, int most);
 void cu_kv_clear(cudaStream_t st, const kv_view &kv, const uint32_t *page, const int32_t *n, int most);
 void cu_kv_victims(cudaStream_t st, const kv_view &kv, const int32_t *lane, int n_row, int32_t *out);
