@@ -3,9 +3,7 @@
 
 #include "kernels/blocks.h"
 
-#include <limits.h>
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 /* --- shapes ---------------------------------------------------------------------------------------- */
@@ -118,26 +116,23 @@ static void pack_row_float(const struct kern_packed *p, int type, unsigned char 
         to[p->form == KERN_PF16 ? i * KERN_PANEL + j : (i / 2) * 2 * KERN_PANEL + 2 * j + i % 2] = x[i];
 }
 
-/* See isa_linear.h. A half is M * 2^e with M below 2^11; the range of e over a panel decides. */
+/* See isa_linear.h. Every half is a whole number of 2^-24, of 40 bits at most: those that any of them has decide. */
 static float panel_unit(const struct kern_packed *p, const unsigned char *panel)
 {
-    int top = INT_MIN, low = INT_MAX;
+    uint64_t bits = 0;
     for (int g = 0; g < p->n_group; g++) {
         const uint16_t *d = (const uint16_t *)(panel + (size_t)g * p->group_bytes + p->q_bytes);
         for (int j = 0; j < KERN_PANEL; j++) {
-            float f = kern_f16_to_f32(d[j]);
-            int e, last = -11;
-            if (f == 0)
-                continue;
-            if (!isfinite(f))
+            unsigned e = d[j] >> 10 & 31, m = d[j] & 0x3ff;
+            if (e == 31) /* an infinity */
                 return 0;
-            for (int m = abs((int)ldexpf(frexpf(f, &e), 11)); m % 2 == 0; m /= 2)
-                last++;
-            top = e > top ? e : top;
-            low = e + last < low ? e + last : low;
+            bits |= e > 0 ? (uint64_t)(m | 0x400) << (e - 1) : m;
         }
     }
-    return top == INT_MIN ? 1.0f : top - low <= 15 ? ldexpf(1.0f, -low) : 0.0f;
+    if (bits == 0)
+        return 1;
+    int low = __builtin_ctzll(bits), top = 63 - __builtin_clzll(bits);
+    return top - low < 15 ? ldexpf(1.0f, 24 - low) : 0.0f;
 }
 
 void kern_pack_panel(const struct kern_packed *p, const struct kern_tensor *t, int panel)
