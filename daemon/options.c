@@ -25,6 +25,7 @@ const struct option_row config_options[] = {
     STR("model", "FILE", engine.model, NULL, "the model, a GGUF file"),
     STR("backend", "NAME", engine.backend, NULL, "what computes: cpu, cuda or auto"),
     NUM("tp", "N", OPTION_INT, OPTION_FILE, engine.tp, 1, 8, NULL, "GPUs that share the model (tensor parallel)"),
+    NUM("tp-exact", "on|off", OPTION_BOOL, OPTION_FILE, engine.tp_exact, 0, 1, NULL, "the same bits over any number of GPUs; slower"),
     STR("isa", "NAME", engine.isa, NULL, "the CPU kernels: scalar, avx2, avx512; the best if not given"),
     { .name = "compute", .arg = "KIND", .type = OPTION_CHOICE, .where = OPTION_FILE, .off = AT(compute), .dflt = "auto",
       .choices = computes, .doc = "f32: activations and KV cache in 32-bit floats, exact and slower" },

@@ -36,6 +36,7 @@ struct engine_config {
     const char *isa;          /* NULL: best */
     const char *chat_template; /* NULL: the file's; else a known family's name */
     int tp;                   /* GPUs that share the model (tensor parallel); 1 */
+    bool tp_exact;            /* cuda: the same bits for any tp; slower */
     int threads;              /* 0: all cores */
     int context;              /* positions a sequence may have; 0: the model's */
     int64_t kv_memory;        /* bytes; 0: a share of what is free */

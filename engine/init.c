@@ -81,6 +81,7 @@ static int open_backend(struct engine *e, enum kern_kv_dtype dtype, struct skv_e
         .compute_f32 = e->cfg.compute_f32,
         .kv_dtype = dtype,
         .tp = e->cfg.tp,
+        .tp_exact = e->cfg.tp_exact,
         .device = e->cfg.device,
         .slot_values = e->cfg.slot_values,
         .max_lanes = e->cfg.max_sequences,
@@ -95,6 +96,9 @@ static int open_backend(struct engine *e, enum kern_kv_dtype dtype, struct skv_e
     if (e->cfg.tp > 1 && strncmp(e->ops->name, "cuda", 4) != 0)
         return skv_fail(err, SKV_BAD_CONFIG, "tp %d: only the cuda backend shares a model over devices, and %s is what computes",
                         e->cfg.tp, e->ops->name);
+    if (e->cfg.tp_exact && strncmp(e->ops->name, "cuda", 4) != 0)
+        return skv_fail(err, SKV_BAD_CONFIG, "tp-exact: only the cuda backend shares a model over devices, and %s is what computes",
+                        e->ops->name);
     e->be = e->ops->open(&oc, &e->model.src, err);
     if (e->be == NULL)
         return -1;

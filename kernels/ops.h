@@ -74,6 +74,7 @@ struct ops_config {
     int max_rows;                 /* rows of the largest pass: >= OPS_TILE and >= decode batch */
     int max_pages;                /* page-table entries per (lane, layer, head) */
     int tp;                       /* cuda: devices that share the model; 0 and 1: one */
+    bool tp_exact;                /* cuda: the same bits for any tp; slower */
     const char *device;           /* sim: whose time is counted (kernels/sim/device.c); NULL: its first */
     bool slot_values;             /* sim: a value in each slot, so that tokens depend on what the tables hold */
 };
@@ -151,7 +152,8 @@ struct kern_rule {
     bool use_score;  /* false: no score, the oldest go (streaming) */
     bool by_value;   /* CriticalKV: the second half of the budget goes by (score + value_eps) * |V| norm */
     float value_eps;
-    float head_floor; /* share of the budget that each head keeps whatever the others' scores (Ada-KV); 1: equal */
+    float head_floor; /* share of the budget that each head keeps whatever the others' scores (Ada-KV); 1: equal, as in all policies.
+                         With tp, heads of one device share */
     /* decode, ring == 0: score = decay * score + weight * p at every step.
      * ring > 0: the step's queries go to place ring_at of the lane's ring of that many instead, and where `burst` is set the
      * scores follow from all of them, once: score = decay * score + weight * sum over the ring of the probabilities that each query

@@ -153,12 +153,15 @@ static void rank_heads(const ops_dims &d, int g, int n, cu_rank *r)
     r->n_head = r->n_kv * g;
 }
 
-// The rank's runs of heads, columns and vocabulary. Columns are cut at 256 so that every block format fits.
-static void rank_cut(const ops_dims &d, int g, int n, cu_rank *r)
+// The rank's runs of heads, columns and vocabulary. Columns are cut at 256 so that every block format fits, or at parts.
+void cu_rank_cut(const cuda *c, int global, cu_rank *r)
 {
-    int unit = d.n_ffn % 256 == 0 && d.n_ffn / 256 >= n ? 256 : 32, units = d.n_ffn / unit, i = r->global;
-    int part = (d.n_vocab + n - 1) / n;
-    rank_heads(d, g, n, r);
+    const ops_dims &d = c->d;
+    int n = c->world, unit = d.n_ffn % 256 == 0 && d.n_ffn / 256 >= n ? 256 : 32, i = global, part = c->vocab_part;
+    unit = c->ffn_part ? c->ffn_part : unit;
+    int units = d.n_ffn / unit;
+    r->global = global;
+    rank_heads(d, c->g, n, r);
     r->ffn0 = units * i / n * unit;
     r->n_ffn = (i + 1 == n ? d.n_ffn : units * (i + 1) / n * unit) - r->ffn0;
     r->vocab0 = part * i;
@@ -166,10 +169,27 @@ static void rank_cut(const ops_dims &d, int g, int n, cu_rank *r)
     r->width = (r->n_head + 2 * r->n_kv) * d.head_dim;
 }
 
-void cu_rank_cut(const cuda *c, int global, cu_rank *r)
+// The parts of the two products that are summed over ranks (tp_exact), which the model alone decides: of the output
+// projection a head, or as many as are a multiple of 32; of down whole blocks of the file's format, and else as many columns as
+// leave each of the most ranks four parts, so that ranks have about the same to do.
+static int exact_parts(cuda *c, const ops_model_src *src, skv_error *err)
 {
-    r->global = global;
-    rank_cut(c->d, c->g, c->world, r);
+    const ops_dims &d = c->d;
+    int heads = d.n_head * d.head_dim, part = 32;
+    for (c->out_part = d.head_dim; c->out_part % 32;)
+        c->out_part += d.head_dim;
+    for (int i = 0; i < d.n_layer; i++)
+        part = std::max(part, kern_type_block(src->layer[i].w_down.type));
+    while (d.n_ffn % (2 * part) == 0 && d.n_ffn / (2 * part) >= 4 * CU_MAX_TP)
+        part *= 2;
+    c->ffn_part = part;
+    if (heads % c->out_part || d.n_ffn % part || d.n_ffn / part < c->world ||
+        std::max(heads / c->out_part, d.n_ffn / part) > EXACT_PARTS)
+        return skv_fail(err, SKV_BAD_CONFIG,
+                        "tp-exact: %d columns of heads in parts of %d, and %d of the feed-forward in parts of %d, don't go over %d "
+                        "ranks; parts are %d at most",
+                        heads, c->out_part, d.n_ffn, part, c->world, EXACT_PARTS);
+    return 0;
 }
 
 static int rank_open(cuda *c, cu_rank &r, int n, skv_error *err)
@@ -277,6 +297,8 @@ static void all_open(cuda *c)
 static int open_all(cuda *c, const ops_model_src *src, int n, skv_error *err)
 {
     try {
+        if (c->cfg.tp_exact && exact_parts(c, src, err))
+            return -1;
         for (cu_rank &r : c->rank)
             if (rank_open(c, r, n, err))
                 return -1;
@@ -326,9 +348,9 @@ static void cu_info(void *be, size_t *weight_bytes, size_t *work_bytes, char *te
         *work_bytes += r.work_bytes;
     }
     if (text_size)
-        snprintf(text, text_size, "%s, %d device%s%s, weights as in the file %.1f MiB, workspace %.1f MiB%s", BACKEND_NAME,
+        snprintf(text, text_size, "%s, %d device%s%s, weights as in the file %.1f MiB, workspace %.1f MiB%s%s", BACKEND_NAME,
                  c->world, c->world > 1 ? "s" : "", c->nodes ? " in as many processes" : "", (double)*weight_bytes / 1048576,
-                 (double)*work_bytes / 1048576, c->nodes ? " here" : "");
+                 (double)*work_bytes / 1048576, c->nodes ? " here" : "", c->ffn_part ? ", exact sums over devices" : "");
 }
 
 float *cu_state_new(void *be, int n_row, skv_error *err)

@@ -95,6 +95,7 @@ struct cu_rank {
     float *logits;         // [ranks][rows][vocab_part]: this rank's, and after the gather everybody's
     int32_t *chosen;       // [D]; rank 0: the tokens that were chosen
     int32_t *victims, *victims_host;
+    long long *sum;        // [R][d_model]: with tp_exact what ranks add, and then all products are exact.cuh's; else NULL
 
     kv_view kv;
     std::vector<float *> score_row; // [lanes], device; grown by score_begin
@@ -133,6 +134,7 @@ struct cuda {
     int g, R, D;             // query heads per KV head; rows of scratch; rows of a decode step at most
     std::vector<cu_rank> rank; // of this process
     int world;                 // ranks in all
+    int out_part, ffn_part;    // with tp_exact: columns of a part of the two products that are summed over ranks; else 0
     struct cu_nodes *nodes;    // where they are several processes
     uint32_t last_state;
     size_t others_room;        // for the pool, in the other processes
@@ -222,7 +224,12 @@ rope_params cu_rope(const cuda *c, const cu_rank &r, int layer);
 // y [rows][outs] f32 = a [rows][lda] w^T, w [outs][ldw], both bf16, over `cols` columns.
 void cu_gemm(cu_rank &r, const unsigned short *w, int ldw, int outs, int cols, const unsigned short *a, int lda, int rows,
              float *y);
-// Sum of y [n] over the ranks, in place.
+// The same, and cu_qmv, for a product that is to be summed over the ranks, d_model wide, in parts of `part` columns with
+// tp_exact: into r.sum then, else into r.y.
+void cu_gemm_share(const cuda *c, cu_rank &r, const unsigned short *w, int ldw, int cols, int part, const unsigned short *a,
+                   int lda, int rows);
+void cu_qmv_share(const cuda *c, cu_rank &r, const cu_weight &w, int part, const float *x, int ldx, int n);
+// The ranks' y [n], or their sums, summed over the ranks: everybody's y.
 void cu_reduce(cuda *c, size_t n);
 // Everybody's part of the logits of `rows` rows to everybody.
 void cu_gather(cuda *c, int rows);
@@ -247,6 +254,8 @@ void cu_collect_op(void *be); // and tell the others
 void cu_ahead(void *be, const int32_t *token);
 
 // nccl.cu
+// The part of cu_reduce between the ranks: y, or sums, in place.
+void cu_all_reduce(cuda *c, size_t n);
 int cu_comm_init(cuda *c, skv_error *err);
 void cu_comm_fini(cuda *c);
 // Throws when a communicator has failed.

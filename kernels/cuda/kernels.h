@@ -30,6 +30,17 @@ void cu_qmv(cudaStream_t st, const cu_weight &w, const float *x, int ldx, int n,
 // out [rows][cols] bf16, rows [row0, row0 + n) of the weight.
 void cu_dequant_bf16(cudaStream_t st, const cu_weight &w, int row0, int n, unsigned short *out);
 
+// exact.cu: products whose bits don't depend on how many ranks share them; see exact.cuh. Parts are `part` columns wide, at
+// most EXACT_PARTS; sums of them are integers, which exact_out turns into numbers.
+#define EXACT_PARTS 256
+void cu_qmv_exact(cudaStream_t st, const cu_weight &w, int part, const float *x, int ldx, int n, long long *y, int ldy);
+// y [rows][outs] = a [rows][lda] w^T, w [outs][ldw], both bf16, over `cols` columns.
+void cu_exact_gemm(cudaStream_t st, const unsigned short *w, int ldw, int outs, int cols, const unsigned short *a, int lda,
+                   int rows, float *y);
+void cu_exact_gemm_parts(cudaStream_t st, const unsigned short *w, int ldw, int outs, int cols, int part,
+                         const unsigned short *a, int lda, int rows, long long *y);
+void cu_exact_out(cudaStream_t st, const long long *sum, size_t n, float *y);
+
 // norm.cu; see norm.cuh for what each optional argument does
 void cu_add_norm(cudaStream_t st, float *x, const float *y, const float *y_norm, const float *w, float eps, int d,
                  int n, const int32_t *row, float *out, unsigned short *out16);

@@ -2,22 +2,6 @@
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/linear.cuh"
 
-// Run F<type>::go(args) for a GGUF type.
-#define BY_TYPE(type, GO)                                                                          \
-    switch (type) {                                                                                \
-    case KERN_F32: GO(KERN_F32); break;                                                            \
-    case KERN_F16: GO(KERN_F16); break;                                                            \
-    case KERN_BF16: GO(KERN_BF16); break;                                                          \
-    case KERN_Q4_0: GO(KERN_Q4_0); break;                                                          \
-    case KERN_Q4_1: GO(KERN_Q4_1); break;                                                          \
-    case KERN_Q5_0: GO(KERN_Q5_0); break;                                                          \
-    case KERN_Q5_1: GO(KERN_Q5_1); break;                                                          \
-    case KERN_Q8_0: GO(KERN_Q8_0); break;                                                          \
-    case KERN_Q4_K: GO(KERN_Q4_K); break;                                                          \
-    case KERN_Q5_K: GO(KERN_Q5_K); break;                                                          \
-    case KERN_Q6_K: GO(KERN_Q6_K); break;                                                          \
-    }
-
 bool cu_type_ok(int type)
 {
     bool ok = false;
@@ -37,9 +21,8 @@ void cu_embed(cudaStream_t st, const cu_weight &w, const int32_t *token, int n, 
 template <int TYPE, int ROWS>
 static void qmv_launch(cudaStream_t st, const cu_weight &w, const float *x, int ldx, int n, float *y, int ldy)
 {
-    const int per_block = QMV_WARPS * QMV_OUTS;
-    dim3 grid((w.rows + per_block - 1) / per_block, (n + ROWS - 1) / ROWS);
-    LAUNCH((qmv<TYPE, ROWS>), grid, dim3(QMV_WARPS * 32), 0, st, w.data, w.row_bytes, w.rows, w.cols, x, ldx, n, y, ldy);
+    LAUNCH((qmv<TYPE, ROWS>), qmv_grid<ROWS>(w.rows, n), dim3(QMV_WARPS * 32), 0, st, w.data, w.row_bytes, w.rows, w.cols, x, ldx, n,
+           y, ldy);
 }
 
 template <int TYPE>

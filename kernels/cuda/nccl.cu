@@ -19,12 +19,12 @@ static void must(ncclResult_t e, const char *what)
 static std::string hello(const cuda *c)
 {
     const ops_dims &d = c->d;
-    char s[512];
+    char s[600];
     snprintf(s, sizeof s,
              "%d layers of %d, heads %d, %d, %d, feed-forward %d, vocabulary %d, %d positions; cache %d, %d sequences, %d rows, %d "
-             "pages; records %zu %zu",
+             "pages; parts %d, %d; records %zu %zu",
              d.n_layer, d.d_model, d.n_head, d.n_kv, d.head_dim, d.n_ffn, d.n_vocab, d.max_context, (int)c->cfg.kv_dtype,
-             c->cfg.max_lanes, c->cfg.max_rows, c->cfg.max_pages, sizeof(ops_seg), sizeof(kern_rule));
+             c->cfg.max_lanes, c->cfg.max_rows, c->cfg.max_pages, c->out_part, c->ffn_part, sizeof(ops_seg), sizeof(kern_rule));
     return s;
 }
 
@@ -84,14 +84,16 @@ void cu_comm_check(cuda *c)
     }
 }
 
-void cu_reduce(cuda *c, size_t n)
+void cu_all_reduce(cuda *c, size_t n)
 {
     if (c->world == 1)
         return;
     must(ncclGroupStart(), "ncclGroupStart");
     for (cu_rank &r : c->rank) {
+        void *p = r.sum ? static_cast<void *>(r.sum) : r.y;
         cu_use(r);
-        must(ncclAllReduce(r.y, r.y, n, ncclFloat32, ncclSum, static_cast<ncclComm_t>(r.comm), r.st), "ncclAllReduce");
+        must(ncclAllReduce(p, p, n, r.sum ? ncclInt64 : ncclFloat32, ncclSum, static_cast<ncclComm_t>(r.comm), r.st),
+             "ncclAllReduce");
     }
     must(ncclGroupEnd(), "ncclGroupEnd");
 }
@@ -127,7 +129,7 @@ void cu_comm_check(cuda *)
 {
 }
 
-void cu_reduce(cuda *, size_t)
+void cu_all_reduce(cuda *, size_t)
 {
 }
 

@@ -43,6 +43,8 @@ static int rank_scratch(cuda *c, cu_rank &r, skv_error *err)
             return -1;
         memcpy(w.p, &p, sizeof p);
     }
+    if (c->cfg.tp_exact && !(r.sum = static_cast<long long *>(cu_alloc(r, R * dm * sizeof *r.sum, false, err))))
+        return -1;
     r.meta_bytes = meta_size(c, r);
     if (!(r.meta = static_cast<unsigned char *>(cu_alloc(r, r.meta_bytes, false, err))))
         return -1;
@@ -173,6 +175,10 @@ void cu_gemm(cu_rank &r, const unsigned short *w, int ldw, int outs, int cols, c
              float *y)
 {
     const float one = 1.0f, zero = 0.0f;
+    if (r.sum) {
+        cu_exact_gemm(r.st, w, ldw, outs, cols, a, lda, rows, y);
+        return;
+    }
     for (int i = 0; i < rows; i += CU_GEMM_ROWS) {
         cublasStatus_t s = cublasGemmEx(r.blas, CUBLAS_OP_T, CUBLAS_OP_N, outs, CU_GEMM_ROWS, cols, &one, w, CUDA_R_16BF,
                                         ldw, a + (size_t)i * lda, CUDA_R_16BF, lda, &zero, y + (size_t)i * outs,
@@ -180,6 +186,33 @@ void cu_gemm(cu_rank &r, const unsigned short *w, int ldw, int outs, int cols, c
         if (s != CUBLAS_STATUS_SUCCESS)
             cu_fail("cublasGemmEx %d x %d x %d: status %d", outs, CU_GEMM_ROWS, cols, (int)s);
     }
+}
+
+void cu_gemm_share(const cuda *c, cu_rank &r, const unsigned short *w, int ldw, int cols, int part, const unsigned short *a,
+                   int lda, int rows)
+{
+    if (r.sum)
+        cu_exact_gemm_parts(r.st, w, ldw, c->d.d_model, cols, part, a, lda, rows, r.sum);
+    else
+        cu_gemm(r, w, ldw, c->d.d_model, cols, a, lda, rows, r.y);
+}
+
+void cu_qmv_share(const cuda *c, cu_rank &r, const cu_weight &w, int part, const float *x, int ldx, int n)
+{
+    if (r.sum)
+        cu_qmv_exact(r.st, w, part, x, ldx, n, r.sum, c->d.d_model);
+    else
+        cu_qmv(r.st, w, x, ldx, n, r.y, c->d.d_model);
+}
+
+void cu_reduce(cuda *c, size_t n)
+{
+    cu_all_reduce(c, n);
+    for (cu_rank &r : c->rank)
+        if (r.sum) {
+            cu_use(r);
+            cu_exact_out(r.st, r.sum, n, r.y);
+        }
 }
 
 rope_params cu_rope(const cuda *c, const cu_rank &r, int layer)
@@ -240,7 +273,7 @@ void cu_pass_out_mlp(cuda *c, int layer, int n_row, float *x)
         cu_use(r);
         cu_layer16(c, r, layer);
         int width = r.n_head * c->d.head_dim, own = r.own0 * c->d.head_dim;
-        cu_gemm(r, r.o16 + own, width, dm, r.n_own * c->d.head_dim, r.in16 + own, width, n_row, r.y);
+        cu_gemm_share(c, r, r.o16 + own, width, r.n_own * c->d.head_dim, c->out_part, r.in16 + own, width, n_row);
     }
     cu_reduce(c, (size_t)n_row * dm);
     for (cu_rank &r : c->rank) {
@@ -250,7 +283,7 @@ void cu_pass_out_mlp(cuda *c, int layer, int n_row, float *x)
                     nullptr, r.in16);
         cu_gemm(r, r.gu16, dm, 2 * r.n_ffn, dm, r.in16, dm, n_row, r.gu);
         cu_gated_act(r.st, r.gu, n_row, r.n_ffn, c->d.act == KERN_ACT_GELU_TANH, nullptr, r.in16);
-        cu_gemm(r, r.down16, r.n_ffn, dm, r.n_ffn, r.in16, r.n_ffn, n_row, r.y);
+        cu_gemm_share(c, r, r.down16, r.n_ffn, r.n_ffn, c->ffn_part, r.in16, r.n_ffn, n_row);
     }
     cu_reduce(c, (size_t)n_row * dm);
     for (cu_rank &r : c->rank) {

@@ -350,7 +350,7 @@ static void run_out_mlp(cuda *c, int layer, const step_size &z, bool next)
     int dm = c->d.d_model;
     for (cu_rank &r : c->rank) {
         cu_use(r);
-        cu_qmv(r.st, r.layer[layer].wo_own, r.att32 + r.own0 * c->d.head_dim, r.n_head * c->d.head_dim, z.rows, r.y, dm);
+        cu_qmv_share(c, r, r.layer[layer].wo_own, c->out_part, r.att32 + r.own0 * c->d.head_dim, r.n_head * c->d.head_dim, z.rows);
     }
     cu_reduce(c, (size_t)z.rows * dm);
     for (cu_rank &r : c->rank) {
@@ -361,7 +361,7 @@ static void run_out_mlp(cuda *c, int layer, const step_size &z, bool next)
         cu_qmv(r.st, l.gate, r.in32, dm, z.rows, r.gu, 2 * r.n_ffn);
         cu_qmv(r.st, l.up, r.in32, dm, z.rows, r.gu + r.n_ffn, 2 * r.n_ffn);
         cu_gated_act(r.st, r.gu, z.rows, r.n_ffn, c->d.act == KERN_ACT_GELU_TANH, r.act32, nullptr);
-        cu_qmv(r.st, l.down, r.act32, r.n_ffn, z.rows, r.y, dm);
+        cu_qmv_share(c, r, l.down, c->ffn_part, r.act32, r.n_ffn, z.rows);
     }
     cu_reduce(c, (size_t)z.rows * dm);
     for (cu_rank &r : c->rank) {

@@ -156,27 +156,51 @@ def alone(d, prompts):
     return out
 
 
-def same(d, who, mine, prompts):
-    """Sums over ranks add in another order, which a near tie may show: among the positions kept, and, after it, in a token."""
+def same(d, who, mine, prompts, exact=False):
+    """Sums over ranks add in another order, which a near tie may show: among the positions kept, and, after it, in a token. With
+    tp-exact they do not: nothing differs."""
     for what, tokens, n, kv in prompts:
         got, _ = d.answer(tokens, n, session=what, kv=kv)
         want, margin, kept = mine[what]
         by = parted(got["tokens"], want, margin)
         limit = 0.1 if kv["policy"] == "full" else 0.3  # another position kept is another cache from then on
-        check(by < limit, "%s by %s: the same answer%s" % (what, who, " to a tie of %.3f" % by if by else ""))
+        check(got["tokens"] == want if exact else by < limit, "%s by %s: the same answer%s" % (what, who, " to a tie of %.3f" % by if by else ""))
         check(steps(d)[1] > 0, "%s: steps are prepared ahead" % who)
         if got["tokens"] == want:
             heads = [(set(a), set(b)) for la, lb in zip(d.kept(what), kept) for a, b in zip(la, lb)]
             share = sum(len(a & b) for a, b in heads) / sum(len(b) for _, b in heads)
-            check(share == 1 if kv["policy"] == "full" else share > 0.99, "%s by %s: %.2f %% of the positions kept are the same"
+            check(share == 1 if exact or kv["policy"] == "full" else share > 0.99, "%s by %s: %.2f %% of the positions kept are the same"
                   % (what, who, 100 * share))
 
 
-def ranks(folder, name, model, mine, prompts):
+def ranks(folder, name, model, mine, prompts, *more):
     for tp in 2, 3:
-        d = Shim(folder, "tp%d-%s" % (tp, name), model, "--backend", "cuda-shim", "--tp", str(tp), env={"SHIM_DEVICES": str(tp)})
-        same(d, "%d ranks, %s" % (tp, name), mine, prompts)
+        d = Shim(folder, "tp%d-%s" % (tp, name), model, "--backend", "cuda-shim", "--tp", str(tp), *more, env={"SHIM_DEVICES": str(tp)})
+        same(d, "%d ranks, %s" % (tp, name), mine, prompts, bool(more))
         check(d.stop() == 0, "%d ranks end well" % tp)
+
+
+def exact(folder, model, mine, prompts):
+    """With tp-exact: one rank, two and three, and processes, by the tokens and by each position kept."""
+    more = "--tp-exact", "on"
+    d = Shim(folder, "exact", model, "--backend", "cuda-shim", *more)
+    alike = alone(d, prompts)
+    check("exact sums over devices" in d.log(), "exact: the log says so")
+    check(d.stop() == 0, "exact: it ends well")
+    check(any(alike[what] != mine[what] for what in mine), "exact: it is another rounding")
+    ranks(folder, "exact", model, alike, prompts, *more)
+    w = World(folder, "exact2", model, 2, more=more)
+    try:
+        same(w.d, "2 processes, exact", alike, prompts, True)
+    finally:
+        w.end()
+    env = World.env(2)
+    both = [subprocess.Popen(command(folder, "unlike%d" % i, model, SHIM, ("--backend", "cuda-shim", *more[:2 * i])),
+                             stderr=subprocess.PIPE, text=True, env=dict(os.environ, **env(i))) for i in range(2)]
+    said = [p.communicate(timeout=120)[1] for p in both]
+    check(all(p.returncode > 0 for p in both) and "rank 1 computes something else" in said[0], "exact in one of two processes: %r" % (said,))
+    r = subprocess.run(command(folder, "cpu", model, "skvd", ("--backend", "cpu", *more)), stderr=subprocess.PIPE, text=True, timeout=60)
+    check(r.returncode != 0 and "only the cuda backend" in r.stderr, "exact on the CPU: %r" % r.stderr)
 
 
 def steps(d):
@@ -233,22 +257,24 @@ def prepared(d, prompts):
 class World:
     """A rank a process, as torchrun or mpirun would start them; the first one listens."""
 
-    def __init__(self, folder, name, model, n, names=("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-
-        def env(rank):
-            return dict(zip(names, (str(rank), str(n), str(rank))), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                        SHIM_DEVICES=str(n))
-
+    def __init__(self, folder, name, model, n, names=("RANK", "WORLD_SIZE", "LOCAL_RANK"), more=()):
+        env = self.env(n, names)
         self.logs = [os.path.join(folder, "%s-%d.log" % (name, i)) for i in range(1, n)]
         self.followers = []
         for i in range(1, n):
-            argv = command(folder, name, model, SHIM, ("--backend", "cuda-shim"))
+            argv = command(folder, name, model, SHIM, ("--backend", "cuda-shim", *more))
             with open(self.logs[i - 1], "wb") as log:
                 self.followers.append(subprocess.Popen(argv, stderr=log, env=dict(os.environ, **env(i))))
-        self.d = Shim(folder, name, model, "--backend", "cuda-shim", env=env(0))
+        self.d = Shim(folder, name, model, "--backend", "cuda-shim", *more, env=env(0))
+
+    @staticmethod
+    def env(n, names=("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        """Of a rank, by its number."""
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        return lambda rank: dict(zip(names, (str(rank), str(n), str(rank))), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                                 SHIM_DEVICES=str(n))
 
     def log(self, i):
         with open(self.logs[i], errors="replace") as f:
@@ -337,6 +363,7 @@ def small(folder):
     check(d.stop() == 0, "it ends well")
     ranks(folder, "small", model, mine, prompts)
     processes(folder, model, mine, prompts)
+    exact(folder, model, mine, prompts)
     lost_rank(folder, model)
     lost(folder, model)
 

@@ -26,14 +26,15 @@ struct clique {
 
 // What the processes of a communicator share.
 struct meeting {
-    static const size_t ROOM = 4 << 20; // numbers of a collective at most
+    static const size_t ROOM = 16 << 20; // bytes of a collective at most
     std::atomic<int> attached;
     struct {
         std::atomic<unsigned long> arrived, done;
         size_t n;
+        ncclDataType_t type;
         bool gather;
     } of[8];
-    float data[8][ROOM];
+    alignas(8) unsigned char data[8][ROOM];
 };
 
 struct ncclComm {
@@ -50,9 +51,10 @@ namespace
 struct call {
     std::shared_ptr<clique> all;
     ncclComm *comm;
-    const float *in;
-    float *out;
+    const void *in;
+    void *out;
     size_t n;
+    ncclDataType_t type;
     cudaStream_t st;
     bool gather;
 };
@@ -66,25 +68,55 @@ struct collective {
 bool in_group;
 std::vector<call> pending;
 
+// Bytes of a number; 0: a type that is not modelled.
+size_t size_of(ncclDataType_t type)
+{
+    return type == ncclFloat32 ? 4 : type == ncclInt64 ? 8 : 0;
+}
+
+// Sums of what `world` ranks brought, in their order.
+template <class T> std::vector<T> sum_as(const void *const *in, int world, size_t n)
+{
+    std::vector<T> s(n, T(0));
+    for (int r = 0; r < world; r++)
+        for (size_t i = 0; i < n; i++)
+            s[i] += static_cast<const T *>(in[r])[i];
+    return s;
+}
+
+void sum(const void *const *in, int world, size_t n, ncclDataType_t type, void *const *out, int n_out)
+{
+    auto give = [&](const auto &s) {
+        for (int i = 0; i < n_out; i++)
+            memcpy(out[i], s.data(), n * sizeof s[0]);
+    };
+    if (type == ncclInt64)
+        give(sum_as<long long>(in, world, n));
+    else
+        give(sum_as<float>(in, world, n));
+}
+
 void sum(const collective &c)
 {
-    size_t n = c.of[0].n;
-    std::vector<float> s(n, 0.0f);
-    for (const call &r : c.of)
-        for (size_t i = 0; i < n; i++)
-            s[i] += r.in[i];
-    for (const call &r : c.of)
-        memcpy(r.out, s.data(), n * sizeof(float));
+    std::vector<const void *> in;
+    std::vector<void *> out;
+    for (const call &r : c.of) {
+        in.push_back(r.in);
+        out.push_back(r.out);
+    }
+    sum(in.data(), (int)in.size(), c.of[0].n, c.of[0].type, out.data(), (int)out.size());
 }
 
 // In place, as the backend does it: each brings its own part of the result.
 void gather(const collective &c)
 {
-    size_t n = c.of[0].n;
+    size_t bytes = c.of[0].n * size_of(c.of[0].type);
     for (const call &to : c.of)
-        for (size_t k = 0; k < c.of.size(); k++)
-            if (to.out + k * n != c.of[k].in)
-                memcpy(to.out + k * n, c.of[k].in, n * sizeof(float));
+        for (size_t k = 0; k < c.of.size(); k++) {
+            unsigned char *part = static_cast<unsigned char *>(to.out) + k * bytes;
+            if (part != c.of[k].in)
+                memcpy(part, c.of[k].in, bytes);
+        }
 }
 
 void arrive(collective &c, int rank)
@@ -112,16 +144,18 @@ bool far_arrive(const call &c)
     ncclComm *m = c.comm;
     meeting *f = m->far;
     int world = m->all->n;
+    size_t bytes = c.n * size_of(c.type);
     if (m->all->aborted)
         return true;
     if (!m->arrived) {
         for (int i = 0; i < world; i++) // the one before has been read by all
             if (f->of[i].done < m->seq)
                 return false;
-        if (c.n > meeting::ROOM)
+        if (bytes > meeting::ROOM)
             shim::die("NCCL: %zu numbers are more than the fake has room for", c.n);
-        memcpy(f->data[m->rank], c.in, c.n * sizeof(float));
+        memcpy(f->data[m->rank], c.in, bytes);
         f->of[m->rank].n = c.n;
+        f->of[m->rank].type = c.type;
         f->of[m->rank].gather = c.gather;
         f->of[m->rank].arrived = m->seq + 1;
         m->arrived = true;
@@ -130,16 +164,15 @@ bool far_arrive(const call &c)
         if (f->of[i].arrived <= m->seq)
             return false;
     for (int i = 0; i < world; i++)
-        if (f->of[i].n != c.n || f->of[i].gather != c.gather)
+        if (f->of[i].n != c.n || f->of[i].gather != c.gather || f->of[i].type != c.type)
             shim::die("NCCL: processes disagree (rank %d: %zu numbers, rank %d: %zu)", i, f->of[i].n, m->rank, c.n);
-    for (size_t k = 0; !c.gather && k < c.n; k++) {
-        float s = 0;
-        for (int i = 0; i < world; i++)
-            s += f->data[i][k];
-        c.out[k] = s;
-    }
+    const void *in[8];
+    for (int i = 0; i < world; i++)
+        in[i] = f->data[i];
+    if (!c.gather)
+        sum(in, world, c.n, c.type, &c.out, 1);
     for (int i = 0; c.gather && i < world; i++)
-        memcpy(c.out + i * c.n, f->data[i], c.n * sizeof(float));
+        memcpy(static_cast<unsigned char *>(c.out) + i * bytes, in[i], bytes);
     f->of[m->rank].done = ++m->seq;
     m->arrived = false;
     return true;
@@ -227,13 +260,14 @@ ncclResult_t ncclGroupStart(void)
 ncclResult_t ncclAllReduce(const void *in, void *out, size_t n, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
                            cudaStream_t st)
 {
-    if (type != ncclFloat32 || op != ncclSum)
+    size_t bytes = n * size_of(type);
+    if (!size_of(type) || op != ncclSum)
         shim::die("ncclAllReduce: a type or operation that is not modelled");
-    if (!shim::device_range(in, n * 4) || !shim::device_range(out, n * 4))
+    if (!shim::device_range(in, bytes) || !shim::device_range(out, bytes))
         shim::die("ncclAllReduce: buffers outside device memory");
     if (!in_group)
         shim::die("ncclAllReduce outside a group: one thread with several ranks would hang");
-    pending.push_back({ comm->all, comm, static_cast<const float *>(in), static_cast<float *>(out), n, st, false });
+    pending.push_back({ comm->all, comm, in, out, n, type, st, false });
     return ncclSuccess;
 }
 
@@ -247,7 +281,7 @@ ncclResult_t ncclAllGather(const void *in, void *out, size_t n, ncclDataType_t t
         shim::die("ncclAllGather: only in place is modelled");
     if (!in_group)
         shim::die("ncclAllGather outside a group: one thread with several ranks would hang");
-    pending.push_back({ comm->all, comm, static_cast<const float *>(in), static_cast<float *>(out), n, st, true });
+    pending.push_back({ comm->all, comm, in, out, n, type, st, true });
     return ncclSuccess;
 }
 
@@ -274,7 +308,7 @@ ncclResult_t ncclGroupEnd(void)
     for (const call &p : pending) {
         call &to = c->of[p.comm->rank];
         if (to.comm || p.comm->all != pending[0].comm->all || p.n != pending[0].n ||
-            p.gather != pending[0].gather)
+            p.gather != pending[0].gather || p.type != pending[0].type)
             shim::die("NCCL: ranks disagree (rank %d: %zu numbers, first: %zu)", p.comm->rank, p.n, pending[0].n);
         for (const call &q : pending)
             if (&q != &p && q.st == p.st)

@@ -218,6 +218,16 @@ inline float __uint_as_float(unsigned u)
     return f;
 }
 
+inline long long __float2ll_rn(float f) // in range; the device saturates
+{
+    return llrintf(f);
+}
+
+inline float __ll2float_rn(long long v)
+{
+    return (float)v;
+}
+
 using std::max;
 using std::min;
 

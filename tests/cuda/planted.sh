@@ -65,6 +65,10 @@ plant 'sample: the sums are read before all have added' sample sample \
     '/atomicAdd(&s.hist/{n;n;s|__syncthreads();||}'
 plant 'sample: a share that is just reached takes one more' sample sample \
     's|before + s.hist\[d\] < want|before + s.hist[d] <= want|'
+plant 'exact: parts cut off instead of rounded' exact linear 's|__float2ll_rn(v \* EXACT_ONE)|(long long)(v * EXACT_ONE)|'
+plant 'exact: not a number is lost among the parts' exact linear 's|: EXACT_BAD;|: 0;|'
+plant 'exact: a part goes on where the one before ended' exact linear '/exact_add(acc/{n;s|= 0.0f;|+= 0.0f;|}'
+plant 'exact: no wait for the copy of the columns' exact linear 's|cp_wait<1>();||'
 rm -rf "$out"
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]

@@ -9,7 +9,7 @@ mkdir -p "$out"
 passed=0 failed=0
 : >"$out/all"
 for sm in ${TARGETS:-80 86 89 90 100 120}; do
-    for k in decode kv_launch linear norm prefill rope sample select; do
+    for k in decode exact kv_launch linear norm prefill rope sample select; do
         log=$out/$k.$sm.log
         if "$nvcc" -O3 -std=c++17 --Werror all-warnings -I"$src" -Xptxas -v -gencode "arch=compute_$sm,code=sm_$sm" \
             -cubin -o "$out/$k.$sm.cubin" "$src/kernels/cuda/$k.cu" >"$log" 2>&1; then

@@ -140,6 +140,7 @@ struct run_result {
 };
 
 static int tp_now = 1; // ranks of the next run of ops_cuda
+static bool exact_now; // and tp_exact
 
 static ops_config config(int lanes, kern_kv_dtype dtype)
 {
@@ -153,6 +154,7 @@ static ops_config config(int lanes, kern_kv_dtype dtype)
     cfg.max_rows = 256;
     cfg.max_pages = 20;
     cfg.tp = tp_now;
+    cfg.tp_exact = exact_now;
     return cfg;
 }
 
@@ -555,6 +557,42 @@ static double shared_of(std::vector<int> a, std::vector<int> b)
     return (double)both.size() / (double)b.size();
 }
 
+// All-reduces and gathers since they were counted: two a layer of a pass, one of a prompt's or step's logits, nothing else.
+static void count_collectives(const small_model &m, const run_setup &s, long reduces, long gathers)
+{
+    long passes = 0, captured = 2; // decode batches of two sizes: a capture issues the calls once
+    for (const std::vector<int> &p : s.prompts)
+        passes += ((long)p.size() + OPS_TILE - 1) / OPS_TILE;
+    CHECK(shim::count.reduces - reduces == 2 * m.d.n_layer * (passes + captured));
+    CHECK(shim::count.gathers - gathers == (long)s.prompts.size() + captured);
+}
+
+// With tp_exact the number of ranks changes nothing at all.
+static void exact_parallel(const small_model &m, const run_setup &s, int most)
+{
+    run_result plain = run(&ops_cuda, m, s);
+    exact_now = true;
+    run_result one = run(&ops_cuda, m, s);
+    CHECK(one.logits != plain.logits); // else nothing is tested
+    setenv("SHIM_DEVICES", std::to_string(most).c_str(), 1);
+    for (int n = 2; n <= most; n++) {
+        tp_now = n;
+        long reduces = shim::count.reduces, gathers = shim::count.gathers;
+        run_result tp = run(&ops_cuda, m, s);
+        count_collectives(m, s, reduces, gathers);
+        CHECK(tp.token == one.token && tp.prompted == one.prompted && tp.kept == one.kept);
+        CHECK(tp.scores == one.scores && tp.mass == one.mass && tp.logits == one.logits);
+        for (size_t i = 0; i < tp.graphs.size(); i++) // a rank: its block, its graph, its part of the logits
+            CHECK(tp.graphs[i] == n && tp.launches[i] == n * (1 + tp.rows[i]));
+        if (shared_of(tp.prompted, one.prompted) < 1 || shared_of(tp.kept, one.kept) < 1)
+            printf("exact, %d ranks, budget %d: %g of the prompts' positions kept are the same, %g at the end\n", n, s.budget,
+                   shared_of(tp.prompted, one.prompted), shared_of(tp.kept, one.kept));
+    }
+    tp_now = 1;
+    exact_now = false;
+    unsetenv("SHIM_DEVICES");
+}
+
 static void tensor_parallel(const small_model &m, const run_setup &s, int most)
 {
     // Sums over ranks add in another order: about 1e-7 of the largest hidden state after the first output projection, which grows
@@ -567,14 +605,9 @@ static void tensor_parallel(const small_model &m, const run_setup &s, int most)
     setenv("SHIM_DEVICES", std::to_string(most).c_str(), 1);
     for (int n = 2; n <= most; n++) {
         tp_now = n;
-        long before = shim::count.reduces, gathers = shim::count.gathers;
+        long reduces = shim::count.reduces, gathers = shim::count.gathers;
         run_result tp = run(&ops_cuda, m, evicts ? again : s);
-        long passes = 0;
-        for (const std::vector<int> &p : s.prompts)
-            passes += ((long)p.size() + OPS_TILE - 1) / OPS_TILE;
-        long captured = 2; // decode batches of two sizes: a capture issues the calls once
-        CHECK(shim::count.reduces - before == 2 * m.d.n_layer * (passes + captured));
-        CHECK(shim::count.gathers - gathers == (long)s.prompts.size() + captured); // of logits: one a prompt, one a step
+        count_collectives(m, s, reduces, gathers);
         CHECK(evicts || tp.token == one.token); // where pairs go the same tokens are fed, to compare what follows
         double prompts = shared_of(tp.prompted, one.prompted), end = shared_of(tp.kept, one.kept);
         CHECK(tp.prompted.size() == one.prompted.size() && tp.kept.size() == one.kept.size());
@@ -613,6 +646,14 @@ static void refusals(const small_model &m)
     setenv("SHIM_DEVICES", "2", 1);
     cfg.tp = 3;
     CHECK(!ops_cuda.open(&cfg, &m.src, &err) && err.code == SKV_BAD_CONFIG);
+    exact_now = true;
+    setenv("SHIM_DEVICES", "3", 1);
+    cfg = config(2, KERN_KV_BF16);
+    cfg.tp = 3;
+    src = m.src;
+    src.dims.n_ffn = 32 * 771; // more parts than are added exactly
+    CHECK(!ops_cuda.open(&cfg, &src, &err) && err.code == SKV_BAD_CONFIG && strstr(err.msg, "tp-exact"));
+    exact_now = false;
     unsetenv("SHIM_DEVICES");
     tp_now = 1;
 }
@@ -708,6 +749,7 @@ int main(int argc, char **argv)
     against_cpu(plain, s, "bf16, budget 20", 0.2, 0.8);
     graphs_and_batches(plain, s);
     tensor_parallel(plain, s, 3);
+    exact_parallel(plain, s, 3);
     s.budget = 400;
     tensor_parallel(plain, s, 3);
     // More ranks than KV heads: 2, 3 and 4 share one of four query heads; of three, two share the first of two.
@@ -717,7 +759,12 @@ int main(int argc, char **argv)
     s.budget = 20;
     s.by_value = true;
     tensor_parallel(one_head, s, small_run ? 2 : 4);
+    exact_parallel(one_head, s, small_run ? 3 : 4);
     s.by_value = false;
+    if (!small_run) {
+        exact_parallel(one_head, s, 4);
+        exact_parallel(two_heads, s, 4);
+    }
     s.steps = 2;
     failures(two_heads, s, 1);
     s.sampled = s.ahead = true;
@@ -731,7 +778,9 @@ int main(int argc, char **argv)
         s.shared = true;
         s.dtype = KERN_KV_INT8;
         graphs_and_batches(extras, s);
-        s.by_value = s.shared = false;
+        s.shared = false;
+        exact_parallel(extras, s, 2); // parts of two heads of 80
+        s.by_value = false;
         s.budget = 400;
         against_cpu(extras, s, "int8 and all the extras, nothing evicted", 0.05, 1.0);
     }
