@@ -28,6 +28,7 @@ import signal
 import statistics
 import sys
 import tempfile
+from functools import partial
 
 import figures
 import health
@@ -79,18 +80,23 @@ class Records:
             with open(self.a.out, "a", encoding="utf-8") as f:
                 f.write(json.dumps({"machine": self.a.machine, **r}) + "\n")
 
+    def probe(self):
+        return json.loads(peers.run([*self.a.prefix, self.a.build + "/tests/bench_kernels", "--json", "--filter", "no operation",
+                                     "--threads", str(self.a.threads)]))
+
     def limits(self, probes=3):
         """The machine's rates: the best of all probes so far, other work only ever lowers one."""
         best = next((r["limits"] for r in reversed(self.all) if r["part"] == "limits"), None)
         for _ in range(probes):
-            out = json.loads(peers.run([*self.a.prefix, self.a.build + "/tests/bench_kernels", "--json", "--filter", "no operation",
-                                        "--threads", str(self.a.threads)]))
-            for name, v in (best or {}).items():
-                for k in ("one", "all"):
-                    out["limits"][name][k] = max(out["limits"][name][k], v[k])
-            best = out["limits"]
+            out = self.probe()
+            best = better(out["limits"], best) if best else out["limits"]
         self.add("limits", out["isa"], "%d threads" % out["threads"], limits=best)
         return best
+
+
+def better(one, other):
+    """Of two limits, for each operation the higher rates."""
+    return {name: {**v, **{k: max(v[k], other[name][k]) for k in ("one", "all")}} for name, v in one.items()}
 
 
 # ---- rows of one engine ---------------------------------------------------------------------------------------
@@ -99,24 +105,31 @@ LESS = ("skvd full, int8 cache", "skvd sparse")  # they read less than the limit
 
 
 def in_turn(a, rec, part, row, contenders, limit):
-    """contenders: [(name, function giving tokens/s)], the first is skvd. limit: tokens/s that the machine allows it."""
-    rounds = {name: [] for name, _ in contenders}
+    """contenders: [(name, function giving tokens/s)], the first is skvd. limit: function giving the tokens/s that limits allow it.
+    The machine's rates are swinging (a shared host's memory by a factor of two within seconds), so that skvd's share is the median of
+    its rounds' shares of the better of what was probed right before and right after."""
+    rounds, shares = {name: [] for name, _ in contenders}, {name: [] for name, _ in contenders}
     for _ in range(a.rounds):
         for name, measure in contenders:
+            whole = name.startswith("skvd") and name not in LESS
+            before = rec.probe()["limits"] if whole else None
             try:
                 rounds[name].append(measure())
             except peers.Failed as e:
                 say("   %s, %s: %s" % (row, name, e))
                 rounds[name].append(None)
+                continue
+            if whole:
+                shares[name].append(rounds[name][-1] / limit(better(rec.probe()["limits"], before)))
     ours = rounds[contenders[0][0]]
     for name, v in rounds.items():
         pairs = [x / y for x, y in zip(ours, v) if x and y]
         if pairs:
             rec.add(part, row, name, tokens_per_s=max(x for x in v if x), rounds=v, skvd_is=statistics.median(pairs),
-                    **({"share": max(x for x in v if x) / limit} if limit and name.startswith("skvd") and name not in LESS else {}))
+                    **({"share": statistics.median(shares[name]), "shares": shares[name]} if shares[name] else {}))
 
 
-def limit_of(shape, what, n, limits, product):
+def limit_of(shape, what, n, product, limits):
     g = {k: v["all"] * 1e9 for k, v in limits.items()}
     if what == "prefill":
         return shape.prefill_limit(n, g[product], g["bf16"])
@@ -124,7 +137,8 @@ def limit_of(shape, what, n, limits, product):
 
 
 def engine(a, rec):
-    limits, shape = rec.limits(), Shape(a.model)
+    shape = Shape(a.model)
+    rec.limits()
     ov = peers.OpenVino(a, prefix=a.prefix) if a.openvino else None
     for what, n in a.rows:
         list_ = [("skvd full", lambda w=what, k=n: peers.skvd_row(a, w, k))]
@@ -137,7 +151,7 @@ def engine(a, rec):
         if what == "decode" and n > 1000:
             list_.append(("skvd full, int8 cache", lambda k=n: peers.skvd_row(a, "decode", k, dtype="int8")))
             list_.append(("skvd sparse", lambda k=n: peers.skvd_row(a, "decode", k, "sparse")))
-        in_turn(a, rec, "engine", "%s %d" % (what, n), list_, limit_of(shape, what, n, limits, "int8"))
+        in_turn(a, rec, "engine", "%s %d" % (what, n), list_, partial(limit_of, shape, what, n, "int8"))
     if ov:
         ov.__exit__()
 
@@ -150,7 +164,7 @@ def batch(a, rec):
 
 
 def shapes(a, rec):
-    limits = rec.limits()
+    rec.limits()
     folder = a.cache or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "skvd")
     os.makedirs(folder, exist_ok=True)
     for kind, embed in SHAPE_TYPES:
@@ -166,7 +180,7 @@ def shapes(a, rec):
             if a.llama:
                 list_.append(("llama.cpp", lambda w=what, k=n, p=path: peers.llama_row(a, p, w, k)))
             in_turn(a, rec, "shapes", "1B %s, %s %d" % (kind, what, n), list_,
-                    limit_of(Shape(path), what, n, limits, "bf16" if kind == "BF16" else "int8"))
+                    partial(limit_of, Shape(path), what, n, "bf16" if kind == "BF16" else "int8"))
 
 
 # ---- through the servers -----------------------------------------------------------------------------------------
@@ -280,4 +294,5 @@ def main():
         print(report.tables(rec.all))
 
 
-main()
+if __name__ == "__main__":
+    main()

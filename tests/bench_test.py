@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 """The benches' own arithmetic: figures of a job, limits from a file's shape, the SVG writer, tables."""
+import contextlib
+import io
 import os
 import subprocess
 import sys
 import tempfile
+import types
 import unittest
 import xml.dom.minidom
 
@@ -15,6 +18,7 @@ sys.path.insert(0, os.path.join(TOP, "bench"))
 import figures  # noqa: E402
 import ggufshape  # noqa: E402
 import report  # noqa: E402
+import run  # noqa: E402
 import svg  # noqa: E402
 
 
@@ -65,6 +69,29 @@ class Shape(unittest.TestCase):
     def test_no_gguf(self):
         with self.assertRaises(ValueError):
             ggufshape.Shape(__file__)
+
+
+class Shares(unittest.TestCase):
+    """skvd's share of the limit: each round's of the better of the probes around it, the median of them."""
+
+    def test_in_turn(self):
+        class Machine(run.Records):
+            def probe(self, rates=iter([100, 80, 50, 40, 10, 20])):
+                return {"limits": {"mem": {"one": 1, "all": next(rates), "unit": "GB/s"}}}
+        rec = Machine(types.SimpleNamespace(out=None))
+        rates = iter([90, 25, 19])
+        with contextlib.redirect_stderr(io.StringIO()):
+            run.in_turn(types.SimpleNamespace(rounds=3), rec, "engine", "decode 0",
+                        [("skvd full", lambda: next(rates)), ("llama.cpp", lambda: 10)], lambda limits: limits["mem"]["all"])
+        ours, theirs = rec.all
+        self.assertEqual(ours["shares"], [0.9, 0.5, 0.95])
+        self.assertEqual(ours["share"], 0.9)
+        self.assertEqual(theirs["skvd_is"], 2.5)
+        self.assertNotIn("share", theirs)
+
+    def test_better(self):
+        self.assertEqual(run.better({"a": {"one": 1, "all": 5, "unit": "x"}}, {"a": {"one": 2, "all": 4, "unit": "x"}}),
+                         {"a": {"one": 2, "all": 5, "unit": "x"}})
 
 
 class Drawing(unittest.TestCase):
