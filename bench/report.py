@@ -41,7 +41,7 @@ def limits(records):
         if r["part"] == "limits":
             l = r["limits"]
             return "Limits, %s, %s (one thread): %s\n" % (r["row"], r["who"], ", ".join(
-                "%s %s (%s) %s" % (k, num(v["all"]), num(v["one"]), v["unit"]) for k, v in l.items()))
+                "%s %s (%s) %s%s" % (k, num(v["all"]), num(v["one"]), v["unit"], ", mean %s" % num(v["mean"]) if k == "mem" else "") for k, v in l.items()))
     return ""
 
 

@@ -96,7 +96,7 @@ class Records:
 
 def better(one, other):
     """Of two limits, for each operation the higher rates."""
-    return {name: {**v, **{k: max(v[k], other[name][k]) for k in ("one", "all")}} for name, v in one.items()}
+    return {name: {**v, **{k: max(v[k], other[name][k]) for k in ("one", "all", "mean")}} for name, v in one.items()}
 
 
 # ---- rows of one engine ---------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def in_turn(a, rec, part, row, contenders, limit):
 
 
 def limit_of(shape, what, n, product, limits):
-    g = {k: v["all"] * 1e9 for k, v in limits.items()}
+    g = {k: v["mean" if k == "mem" else "all"] * 1e9 for k, v in limits.items()} # no memory keeps up its best moment for a row's time
     if what == "prefill":
         return shape.prefill_limit(n, g[product], g["bf16"])
     return shape.decode_limit(n, 1, g["mem"])

@@ -24,6 +24,7 @@ struct bench {
     const struct kern_isa *isa;
     int threads;
     double limit[2][BENCH_LIMITS]; /* per second, of one thread and of all; 0: not known */
+    double mean[BENCH_LIMITS];     /* of all, over a third of a second: what a longer piece of work may be held against */
     double seconds;                /* per operation */
     const char *filter;            /* only operations whose "name shape" contains it; NULL: all */
     bool json;

@@ -109,18 +109,21 @@ static void choose(const struct bench *b, double (*work[BENCH_LIMITS])(unsigned 
 #endif
 }
 
-static double probe_rate(struct workers *w, int n, struct probe *p)
+/* The best rate of any call, and the mean of all. */
+static double probe_rate(struct workers *w, int n, struct probe *p, double *mean)
 {
-    double best = 0, end = bench_now() + PROBE_SECONDS;
-    while (best == 0 || bench_now() < end) {
-        double t = bench_now(), done = 0;
+    double best = 0, begin = bench_now(), all = 0, t = begin;
+    do {
+        double from = t, done = 0;
         workers_run(w, n, probe_item, p);
-        t = bench_now() - t;
+        t = bench_now();
         for (int i = 0; i < n; i++)
             done += p->done[i];
-        if (done / t > best)
-            best = done / t;
-    }
+        all += done;
+        if (done / (t - from) > best)
+            best = done / (t - from);
+    } while (t < begin + PROBE_SECONDS);
+    *mean = all / (t - begin);
     return best;
 }
 
@@ -142,10 +145,11 @@ void bench_probe(struct bench *b)
     choose(b, work);
     for (int k = 0; k < BENCH_NONE; k++) {
         p.work = work[k];
+        double mean;
         if (b->limit[0][k] == 0)
-            b->limit[0][k] = probe_rate(one, 1, &p);
+            b->limit[0][k] = probe_rate(one, 1, &p, &mean);
         if (b->limit[1][k] == 0)
-            b->limit[1][k] = probe_rate(all, b->threads, &p);
+            b->limit[1][k] = probe_rate(all, b->threads, &p, &b->mean[k]);
     }
     for (int i = 0; i < b->threads; i++)
         free(p.buf[i]);

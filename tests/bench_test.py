@@ -77,12 +77,12 @@ class Shares(unittest.TestCase):
     def test_in_turn(self):
         class Machine(run.Records):
             def probe(self, rates=iter([100, 80, 50, 40, 10, 20])):
-                return {"limits": {"mem": {"one": 1, "all": next(rates), "unit": "GB/s"}}}
+                return {"limits": {"mem": {"one": 1, "all": 200, "mean": next(rates), "unit": "GB/s"}}}
         rec = Machine(types.SimpleNamespace(out=None))
         rates = iter([90, 25, 19])
         with contextlib.redirect_stderr(io.StringIO()):
             run.in_turn(types.SimpleNamespace(rounds=3), rec, "engine", "decode 0",
-                        [("skvd full", lambda: next(rates)), ("llama.cpp", lambda: 10)], lambda limits: limits["mem"]["all"])
+                        [("skvd full", lambda: next(rates)), ("llama.cpp", lambda: 10)], lambda limits: limits["mem"]["mean"])
         ours, theirs = rec.all
         self.assertEqual(ours["shares"], [0.9, 0.5, 0.95])
         self.assertEqual(ours["share"], 0.9)
@@ -90,8 +90,8 @@ class Shares(unittest.TestCase):
         self.assertNotIn("share", theirs)
 
     def test_better(self):
-        self.assertEqual(run.better({"a": {"one": 1, "all": 5, "unit": "x"}}, {"a": {"one": 2, "all": 4, "unit": "x"}}),
-                         {"a": {"one": 2, "all": 5, "unit": "x"}})
+        self.assertEqual(run.better({"a": {"one": 1, "all": 5, "mean": 3, "unit": "x"}}, {"a": {"one": 2, "all": 4, "mean": 4, "unit": "x"}}),
+                         {"a": {"one": 2, "all": 5, "mean": 4, "unit": "x"}})
 
 
 class Drawing(unittest.TestCase):
