@@ -155,19 +155,13 @@ static void tell_lost(void)
         atomic_compare_exchange_strong(&lost_told, &before, now);
 }
 
-/* How many bytes at s are one character that does no harm to a line or a terminal: no control character, none that begins a new line
- * or turns the direction of writing. 0: they are none. */
+/* How many bytes at s are one character that does no harm to a line or a terminal. 0: they are none. */
 static size_t harmless(const char *s)
 {
-    const unsigned char *p = (const unsigned char *)s;
-    size_t n = p[0] < 0x80 ? 1 : p[0] < 0xe0 ? 2 : p[0] < 0xf0 ? 3 : 4;
-    uint32_t c = n == 1 ? p[0] : p[0] & (0x7fu >> n);
+    uint32_t cp;
+    int n = scan_utf8_next(s, strnlen(s, 4), &cp);
 
-    if (strnlen(s, n) < n || !scan_utf8_valid(s, n))
-        return 0;
-    for (size_t i = 1; i < n; i++)
-        c = c << 6 | (p[i] & 0x3f);
-    return c < 0x20 || (c >= 0x7f && c < 0xa0) || (c >= 0x2028 && c <= 0x202e) || (c >= 0x2066 && c <= 0x2069) ? 0 : n;
+    return n < 0 || scan_utf8_control(cp) || scan_utf8_moves(cp) ? 0 : (size_t)n;
 }
 
 /* What comes from outside may be cut anywhere: a line that is not UTF-8 would be hidden by who shows the journal. */

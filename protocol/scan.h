@@ -65,5 +65,11 @@ void scan_utf8_init(struct scan_utf8 *u);
 void scan_utf8_feed(struct scan_utf8 *u, const uint8_t *p, size_t n);
 /* Whole, correct UTF-8 (no surrogates, no overlong forms)? */
 bool scan_utf8_valid(const char *p, size_t n);
+/* The code point at s (n > 0 bytes): how many bytes it has, -1 when they are no UTF-8. */
+int scan_utf8_next(const char *s, size_t n, uint32_t *cp);
+/* A control character: a terminal may obey it. */
+bool scan_utf8_control(uint32_t cp);
+/* Begins a new line or turns the direction of writing: then what stands beside it would be read as something else. */
+bool scan_utf8_moves(uint32_t cp);
 
 #endif

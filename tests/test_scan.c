@@ -175,6 +175,12 @@ START_TEST(utf8)
     struct skv_error err;
 
     ck_assert_int_eq(scan_utf8_valid(t->s, n), t->valid);
+    at = 0;
+    for (int k = 0; at < n && k >= 0; at += k > 0 ? (size_t)k : 0) {
+        uint32_t cp;
+        k = scan_utf8_next(t->s + at, n - at, &cp);
+    }
+    ck_assert_int_eq(at == n, t->valid);
     b[3] = (uint8_t)(0xa0 | (n & 0x1f));
     if (n > 31) {
         b[3] = 0xd9;

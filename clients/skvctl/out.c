@@ -12,6 +12,8 @@
 #include <unistd.h>
 #include <wchar.h>
 
+#include "protocol/scan.h"
+
 #define RING 32
 #define RING_SIZE 256
 
@@ -60,28 +62,9 @@ int out_height(FILE *f)
 
 /* ---- text ---- */
 
-/* The code point at s (len > 0 bytes): how many bytes it has, -1 when they are no UTF-8. */
-static int utf8_next(const char *s, size_t len, uint32_t *cp)
-{
-    const unsigned char *p = (const unsigned char *)s;
-    int more = p[0] < 0x80 ? 0 : p[0] < 0xc2 ? -1 : p[0] < 0xe0 ? 1 : p[0] < 0xf0 ? 2 : p[0] < 0xf5 ? 3 : -1;
-
-    if (more < 0 || (size_t)more >= len)
-        return -1;
-    *cp = more == 0 ? p[0] : p[0] & (0x3f >> more);
-    for (int i = 1; i <= more; i++) {
-        if ((p[i] & 0xc0) != 0x80)
-            return -1;
-        *cp = *cp << 6 | (p[i] & 0x3f);
-    }
-    if ((more == 2 && *cp < 0x800) || (more == 3 && (*cp < 0x10000 || *cp > 0x10ffff)) || (*cp >= 0xd800 && *cp < 0xe000))
-        return -1;
-    return more + 1;
-}
-
 static bool harmless(uint32_t cp)
 {
-    return cp == '\n' || cp == '\t' || (cp >= 0x20 && cp != 0x7f && (cp < 0x80 || cp >= 0xa0));
+    return cp == '\n' || cp == '\t' || !scan_utf8_control(cp);
 }
 
 void out_text(FILE *f, const char *s, size_t len)
@@ -90,7 +73,7 @@ void out_text(FILE *f, const char *s, size_t len)
 
     while (len > 0) {
         uint32_t cp;
-        int n = utf8_next(s, len, &cp);
+        int n = scan_utf8_next(s, len, &cp);
         if (n < 0 || (tty && !harmless(cp)))
             fputs("\xef\xbf\xbd", f); /* U+FFFD */
         else
@@ -111,18 +94,12 @@ int out_columns(const char *s, size_t len)
     int cols = 0;
     while (len > 0) {
         uint32_t cp = 0xfffd;
-        int n = utf8_next(s, len, &cp);
+        int n = scan_utf8_next(s, len, &cp);
         cols += cell_width(cp);
         s += n < 0 ? 1 : n;
         len -= n < 0 ? 1 : (size_t)n;
     }
     return cols;
-}
-
-/* Begins a new line or turns the direction of writing: then what stands beside it in a table would be read as something else. */
-static bool moves_others(uint32_t cp)
-{
-    return (cp >= 0x2028 && cp <= 0x202e) || (cp >= 0x2066 && cp <= 0x2069);
 }
 
 /* At most `columns` of s, on one line, into dst[size]. */
@@ -131,8 +108,8 @@ static void clip(char *dst, size_t size, const char *s, size_t len, int columns)
     size_t at = 0;
     while (len > 0 && at + 5 < size) {
         uint32_t cp = 0xfffd;
-        int n = utf8_next(s, len, &cp);
-        bool bad = n < 0 || !harmless(cp) || moves_others(cp) || cp == '\n' || cp == '\t';
+        int n = scan_utf8_next(s, len, &cp);
+        bool bad = n < 0 || !harmless(cp) || scan_utf8_moves(cp) || cp == '\n' || cp == '\t';
         columns -= bad ? 1 : cell_width(cp);
         if (columns < 0)
             break;

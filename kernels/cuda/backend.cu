@@ -189,6 +189,14 @@ static int exact_parts(cuda *c, const ops_model_src *src, skv_error *err)
                         "tp-exact: %d columns of heads in parts of %d, and %d of the feed-forward in parts of %d, don't go over %d "
                         "ranks; parts are %d at most",
                         heads, c->out_part, d.n_ffn, part, c->world, EXACT_PARTS);
+    for (int i = 0; i < c->world; i++) {
+        cu_rank r;
+        cu_rank_cut(c, i, &r);
+        if (((r.kv0 * c->g + r.own0) * d.head_dim) % c->out_part || (r.n_own * d.head_dim) % c->out_part)
+            return skv_fail(err, SKV_BAD_CONFIG,
+                            "tp-exact: heads of %d columns go together by %d, which rank %d of %d would divide: it has %d", d.head_dim,
+                            c->out_part / d.head_dim, i, c->world, r.n_own);
+    }
     return 0;
 }
 

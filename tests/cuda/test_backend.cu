@@ -653,6 +653,11 @@ static void refusals(const small_model &m)
     src = m.src;
     src.dims.n_ffn = 32 * 771; // more parts than are added exactly
     CHECK(!ops_cuda.open(&cfg, &src, &err) && err.code == SKV_BAD_CONFIG && strstr(err.msg, "tp-exact"));
+    src = m.src;
+    src.dims.n_head = 6; // heads of 80 go by two, a rank of two would have three
+    src.dims.n_kv = cfg.tp = 2;
+    src.dims.head_dim = src.dims.rot_dim = 80;
+    CHECK(!ops_cuda.open(&cfg, &src, &err) && err.code == SKV_BAD_CONFIG && strstr(err.msg, "go together by 2"));
     exact_now = false;
     unsetenv("SHIM_DEVICES");
     tp_now = 1;
