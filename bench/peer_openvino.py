@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """OpenVINO GenAI (PyPI `openvino-genai`, CPU, continuous batching) on a GGUF file, for run.py. Reads commands, a line each, and
-answers each with a line of JSON:
+answers each with a line of JSON, after one that says that it is ready:
 
     peer_openvino.py MODEL PROMPTS.jsonl THREADS [evict]
     prefill TOKENS | decode DEPTH | job REQUESTS TOKENS ANSWER
@@ -68,6 +68,7 @@ def main():
         ids = [json.loads(line)["tokens"] for line in f]
     pipe = pipeline(model, int(threads), rest == ["evict"])
     generate(pipe, [ids[-1][:64]], 8)
+    print(json.dumps({"ready": True}), flush=True)
     for turn, line in enumerate(sys.stdin):
         print(json.dumps(answer(pipe, ids, turn, *line.split())), flush=True)
 
