@@ -754,7 +754,7 @@ int main(int argc, char **argv)
     against_cpu(plain, s, "bf16, budget 20", 0.2, 0.8);
     graphs_and_batches(plain, s);
     tensor_parallel(plain, s, 3);
-    exact_parallel(plain, s, 3);
+    exact_parallel(plain, s, small_run ? 2 : 3);
     s.budget = 400;
     tensor_parallel(plain, s, 3);
     // More ranks than KV heads: 2, 3 and 4 share one of four query heads; of three, two share the first of two.
