@@ -65,6 +65,34 @@ bool scan_utf8_valid(const char *p, size_t n)
     return !u.bad && u.need == 0;
 }
 
+int scan_utf8_next(const char *s, size_t n, uint32_t *cp)
+{
+    const unsigned char *p = (const unsigned char *)s;
+    int more = p[0] < 0x80 ? 0 : p[0] < 0xc2 ? -1 : p[0] < 0xe0 ? 1 : p[0] < 0xf0 ? 2 : p[0] < 0xf5 ? 3 : -1;
+
+    if (more < 0 || (size_t)more >= n)
+        return -1;
+    *cp = more == 0 ? p[0] : p[0] & (0x3f >> more);
+    for (int i = 1; i <= more; i++) {
+        if ((p[i] & 0xc0) != 0x80)
+            return -1;
+        *cp = *cp << 6 | (p[i] & 0x3f);
+    }
+    if ((more == 2 && *cp < 0x800) || (more == 3 && (*cp < 0x10000 || *cp > 0x10ffff)) || (*cp >= 0xd800 && *cp < 0xe000))
+        return -1;
+    return more + 1;
+}
+
+bool scan_utf8_control(uint32_t cp)
+{
+    return cp < 0x20 || (cp >= 0x7f && cp < 0xa0);
+}
+
+bool scan_utf8_moves(uint32_t cp)
+{
+    return (cp >= 0x2028 && cp <= 0x202e) || (cp >= 0x2066 && cp <= 0x2069);
+}
+
 void scan_init(struct scan *s, const struct scan_limits *lim)
 {
     static const struct scan_limits dflt = { SCAN_FRAME_BYTES_DEFAULT, SCAN_DEPTH_DEFAULT, SCAN_NODES_DEFAULT };
@@ -282,32 +310,4 @@ enum scan_status scan_feed(struct scan *s, const uint8_t *p, size_t n, size_t *u
     }
     *used = i;
     return SCAN_MORE;
-}
-
-int scan_utf8_next(const char *s, size_t n, uint32_t *cp)
-{
-    const unsigned char *p = (const unsigned char *)s;
-    int more = p[0] < 0x80 ? 0 : p[0] < 0xc2 ? -1 : p[0] < 0xe0 ? 1 : p[0] < 0xf0 ? 2 : p[0] < 0xf5 ? 3 : -1;
-
-    if (more < 0 || (size_t)more >= n)
-        return -1;
-    *cp = more == 0 ? p[0] : p[0] & (0x3f >> more);
-    for (int i = 1; i <= more; i++) {
-        if ((p[i] & 0xc0) != 0x80)
-            return -1;
-        *cp = *cp << 6 | (p[i] & 0x3f);
-    }
-    if ((more == 2 && *cp < 0x800) || (more == 3 && (*cp < 0x10000 || *cp > 0x10ffff)) || (*cp >= 0xd800 && *cp < 0xe000))
-        return -1;
-    return more + 1;
-}
-
-bool scan_utf8_control(uint32_t cp)
-{
-    return cp < 0x20 || (cp >= 0x7f && cp < 0xa0);
-}
-
-bool scan_utf8_moves(uint32_t cp)
-{
-    return (cp >= 0x2028 && cp <= 0x202e) || (cp >= 0x2066 && cp <= 0x2069);
 }

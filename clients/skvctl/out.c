@@ -109,7 +109,7 @@ static void clip(char *dst, size_t size, const char *s, size_t len, int columns)
     while (len > 0 && at + 5 < size) {
         uint32_t cp = 0xfffd;
         int n = scan_utf8_next(s, len, &cp);
-        bool bad = n < 0 || !harmless(cp) || scan_utf8_moves(cp) || cp == '\n' || cp == '\t';
+        bool bad = n < 0 || scan_utf8_control(cp) || scan_utf8_moves(cp);
         columns -= bad ? 1 : cell_width(cp);
         if (columns < 0)
             break;
