@@ -141,8 +141,12 @@ static void group_k45(const uint8_t *b, int j, bool five, struct kern_group *g)
 {
     int sc, mn, shift = (j & 1) * 4;
     scale_min_k4(b + 4, j, &sc, &mn);
-    g->d[0] = g->d[1] = kern_f16_to_f32(load16(b)) * (float)sc;
-    g->m = -(kern_f16_to_f32(load16(b + 2)) * (float)mn);
+    g->super_d = load16(b);
+    g->super_m = load16(b + 2);
+    g->sc[0] = g->sc[1] = (int8_t)sc;
+    g->mn = (uint8_t)mn;
+    g->d[0] = g->d[1] = kern_f16_to_f32(g->super_d) * (float)sc;
+    g->m = -(kern_f16_to_f32(g->super_m) * (float)mn);
     const uint8_t *qs = b + (five ? 48 : 16) + (j / 2) * 32, *qh = b + 16;
     for (int l = 0; l < 32; l++)
         g->q[l] = (uint8_t)((qs[l] >> shift & 15) | (five ? (qh[l] >> j & 1) << 4 : 0));
@@ -153,7 +157,9 @@ static void group_q6k(const uint8_t *b, int j, struct kern_group *g)
     int half = j / 4, part = j % 4; /* 128 weights a half; its parts of 32 share bytes of ql and qh */
     const uint8_t *ql = b + half * 64 + (part & 1) * 32, *qh = b + 128 + half * 32;
     const int8_t *sc = (const int8_t *)b + 192 + half * 8 + part * 2;
-    float d = kern_f16_to_f32(load16(b + 208));
+    g->super_d = load16(b + 208);
+    float d = kern_f16_to_f32(g->super_d);
+    memcpy(g->sc, sc, sizeof g->sc);
     for (int l = 0; l < 32; l++)
         g->q[l] = (uint8_t)((ql[l] >> (part / 2) * 4 & 15) | (qh[l] >> 2 * part & 3) << 4);
     g->d[0] = d * (float)sc[0];

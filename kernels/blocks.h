@@ -38,6 +38,10 @@ struct kern_group {
     uint8_t q[32];
     float d[2];
     float m;
+    /* K types only: d[k] = super_d * sc[k], m = -(super_m * mn), f16 of 256 weights times integers */
+    uint16_t super_d, super_m;
+    int8_t sc[2];
+    uint8_t mn;
 };
 void kern_group_get(int type, const void *row, int64_t group, struct kern_group *g);
 int kern_type_zero(int type);     /* 0 for types with a minimum and for floats */

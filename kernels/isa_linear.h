@@ -4,17 +4,23 @@
  * so that one vector holds the same inputs of 16 outputs and nothing is summed across a vector. Inputs are padded
  * to a multiple of 32 with weights that count as zero, outputs to a multiple of 16.
  *
- * Quantised forms: w = d * q + m with q unsigned, one d (and m) per output row and `group` inputs, f16:
+ * Quantised forms: w = d * q + m with q unsigned, one d (and m) per output row and `group` inputs. A group of 32 inputs:
  *
- *   P4   q < 16: per panel and 32 inputs, 4 vectors of 64 bytes; byte 4 * r + j of vector v holds input 4 * v + j of
- *        row r in its low nibble and input 16 + 4 * v + j in its high nibble
+ *   P4   q < 16: 4 vectors of 64 bytes; byte 4 * r + j of vector v holds input 4 * v + j of row r in its low nibble and
+ *        input 16 + 4 * v + j in its high nibble
+ *   P5   q < 32: the low four bits as P4, then one vector: bit v of byte 4 * r + j is the fifth bit of input 4 * v + j
+ *   P6   q < 64: 6 vectors; the low six bits of byte 4 * r + j of vector 3 * k + i are input 16 * k + 4 * i + j (i < 3), its
+ *        upper two are bits 2 * i and the next of input 16 * k + 12 + j
  *   P8   q < 256: 8 vectors of 64 bytes; byte 4 * r + j of vector v is input 4 * v + j of row r
  *
- * A panel is its groups of 32 inputs one after another, a single stream to read: q (256 or 512 bytes), d [per][16] f16
- * and, when has_m, m [per][16] f16, where per = 32 / group scales. Groups are 32-byte aligned, panels 64. After the last
- * group of a P4 panel: `unit`, f32, the power of two that makes whole numbers below 2^15 of all its d, or 0 where none
- * does. With it an integer product can apply d: i * (d * unit) rounds to f32 as i * d does, scaled by unit.
- * Without m, m = -zero * d (Q8_0: 128, Q4_0: 8, Q5_0: 16, Q6_K: 32), computed in f32 where it is used.
+ * and before q its scales, per = 32 / group: d [per][16] f16 and, when has_m, m [16] f16. Of the K types (`super`) integers
+ * instead, as in the file: sc [per][16] s8 and, when has_m, mn [16] u8, with d = D * sc and m = M * mn for a D and an M (f16)
+ * per row and 256 inputs, both exact in f32. Without m, m = -zero * d (Q8_0: 128, Q4_0: 8, Q5_0: 16, Q6_K: 32).
+ *
+ * A panel is its head, then its groups one after another, a single stream to read. The head of a K type: D [16] and, when
+ * has_m, M [16], for 256 inputs after the other. Of another P4: `unit`, f32, the power of two that makes whole numbers below
+ * 2^15 of all its d, or 0 where none does. With it an integer product can apply d: i * (d * unit) rounds to f32 as i * d
+ * does, scaled by unit. Groups are 32-byte aligned, panels 64.
  *
  * Float forms: PF32 f32 [cols][16]; PF16 f16 [cols][16]; PBF16 bf16 [cols/2][16][2].
  *
@@ -22,7 +28,10 @@
  *
  * THE NUMBER CONTRACT of `mul` for quantised forms, the same in every ISA and for every number of rows, bit for bit:
  * for each scale k in ascending order, with an exact integer dot i = sum q_w q_a,
- *     acc = fma((float)i * d_w, d_a, acc);  acc = fma(s_a, m_w, acc).
+ *     acc = fma((float)i * d_w, d_a, acc);  acc = fma(s_a, m_w, acc);
+ * and for K types, where i * sc is below 2^24, hence exact too, with s = 0 at the first scale of 256 inputs
+ *     s = fma((float)(i * sc), d_a, s);  with m: acc = fma(s_a, m_w, acc), without: s = fma(s_a, -zero * sc, s)
+ * and acc = fma(s, D, acc) after the last of them (of the 256 inputs, or of the product).
  * For float forms the order is fixed per ISA: any number of rows gives the same bits, ISAs differ in rounding.
  */
 #ifndef SKVD_KERNELS_ISA_LINEAR_H
@@ -34,8 +43,9 @@
 
 #define KERN_PANEL 16 /* output rows of a panel */
 #define KERN_GROUP 32 /* inputs that share an activation scale */
+#define KERN_SUPER 8  /* groups that share D and M of a K type */
 
-enum kern_form { KERN_P4 = 0, KERN_P8, KERN_PF32, KERN_PF16, KERN_PBF16, KERN_FORMS };
+enum kern_form { KERN_P4 = 0, KERN_P5, KERN_P6, KERN_P8, KERN_PF32, KERN_PF16, KERN_PBF16, KERN_FORMS };
 
 struct kern_packed {
     enum kern_form form;
@@ -44,9 +54,10 @@ struct kern_packed {
     int n_group;        /* ceil(cols / 32) */
     int group;          /* inputs per scale: 32, or 16 (Q6_K) */
     bool has_m;
+    bool super;         /* a K type */
     int zero;           /* without m: m = -zero * d */
-    int q_max;          /* largest q: 15, 31, 63 or 255; 0 for float forms */
-    size_t q_bytes;     /* of a group's q (or floats) */
+    size_t head_bytes;  /* of a panel before its groups */
+    size_t scale_bytes; /* of a group's scales, before its q */
     size_t group_bytes; /* of a group with its scales */
     size_t panel_bytes; /* of a panel, a multiple of 64 */
     size_t stride;      /* from panel to panel: panel_bytes, or more where two matrices are interleaved */
@@ -108,31 +119,53 @@ void kern_linear_scalar(struct kern_linear_fns *f);
 void kern_linear_avx2(struct kern_linear_fns *f);
 void kern_linear_avx512(struct kern_linear_fns *f);
 
-/* Bytes that a panel has after its last group. */
-static inline size_t kern_panel_tail(const struct kern_packed *w)
+static inline bool kern_form_quant(enum kern_form f)
 {
-    return w->form == KERN_P4 ? sizeof(float) : 0;
+    return f <= KERN_P8;
 }
 
+static inline const unsigned char *kern_panel_head(const struct kern_packed *w, int panel)
+{
+    return w->data + (size_t)panel * w->stride;
+}
 /* Group g of a panel. */
 static inline const unsigned char *kern_panel_at(const struct kern_packed *w, int panel, int g)
 {
-    return w->data + (size_t)panel * w->stride + (size_t)g * w->group_bytes;
+    return kern_panel_head(w, panel) + w->head_bytes + (size_t)g * w->group_bytes;
 }
-/* Scale k (0 .. per - 1) of a group: [16] f16 each. */
-static inline const uint16_t *kern_group_d(const struct kern_packed *w, const unsigned char *group, int k)
+static inline const unsigned char *kern_group_q(const struct kern_packed *w, const unsigned char *group)
 {
-    return (const uint16_t *)(group + w->q_bytes) + (size_t)k * KERN_PANEL;
+    return group + w->scale_bytes;
 }
-static inline const uint16_t *kern_group_m(const struct kern_packed *w, const unsigned char *group, int k)
+/* Scale k (0 .. per - 1) of a group, and its m: [16] f16 each; not for K types. */
+static inline const uint16_t *kern_group_d(const unsigned char *group, int k)
 {
-    return kern_group_d(w, group, k + KERN_GROUP / w->group);
+    return (const uint16_t *)group + (size_t)k * KERN_PANEL;
 }
-/* Room for one panel unpacked to bytes, and for its scales in f32 (d, m [scales][16]). */
+static inline const uint16_t *kern_group_m(const struct kern_packed *w, const unsigned char *group)
+{
+    return kern_group_d(group, KERN_GROUP / w->group);
+}
+/* The same of K types: sc [16] and mn [16]. */
+static inline const int8_t *kern_group_sc(const unsigned char *group, int k)
+{
+    return (const int8_t *)group + (size_t)k * KERN_PANEL;
+}
+static inline const uint8_t *kern_group_mn(const struct kern_packed *w, const unsigned char *group)
+{
+    return (const uint8_t *)kern_group_sc(group, KERN_GROUP / w->group);
+}
+/* D [16] of group g's 256 inputs in a K type's head, M [16] behind it. */
+static inline const uint16_t *kern_head_d(const struct kern_packed *w, const unsigned char *head, int g)
+{
+    return (const uint16_t *)head + (size_t)(g / KERN_SUPER) * KERN_PANEL * (w->has_m ? 2 : 1);
+}
+
+/* Room for one panel unpacked: its q as bytes, its scales as two numbers of 32 bits, a K type's head in f32. */
 static inline size_t kern_mul_scratch(const struct kern_packed *w)
 {
-    size_t n_scale = (size_t)w->n_group * (size_t)(KERN_GROUP / w->group);
-    return (size_t)w->n_group * KERN_GROUP * KERN_PANEL + 2 * n_scale * KERN_PANEL * sizeof(float);
+    size_t n = (size_t)w->n_group, n_scale = n * (size_t)(KERN_GROUP / w->group), n_super = n / KERN_SUPER + 1;
+    return n * KERN_GROUP * KERN_PANEL + 2 * (n_scale + n_super) * KERN_PANEL * sizeof(float);
 }
 
 #endif

@@ -13,6 +13,10 @@ static size_t round_up(size_t n, size_t to)
     return (n + to - 1) / to * to;
 }
 
+static const unsigned form_bits[KERN_FORMS] = { /* of a weight */
+    [KERN_P4] = 4, [KERN_P5] = 5, [KERN_P6] = 6, [KERN_P8] = 8, [KERN_PF32] = 32, [KERN_PF16] = 16, [KERN_PBF16] = 16,
+};
+
 void kern_pack_shape(struct kern_packed *p, const struct kern_tensor *t)
 {
     *p = (struct kern_packed){ .rows = t->rows, .cols = t->cols, .group = 32 };
@@ -21,26 +25,39 @@ void kern_pack_shape(struct kern_packed *p, const struct kern_tensor *t)
     switch (t->type) {
     case KERN_F32:
         p->form = KERN_PF32;
-        p->q_bytes = KERN_GROUP * KERN_PANEL * 4;
         break;
     case KERN_F16:
+        p->form = KERN_PF16;
+        break;
     case KERN_BF16:
-        p->form = t->type == KERN_F16 ? KERN_PF16 : KERN_PBF16;
-        p->q_bytes = KERN_GROUP * KERN_PANEL * 2;
+        p->form = KERN_PBF16;
+        break;
+    case KERN_Q8_0:
+        p->form = KERN_P8;
+        break;
+    case KERN_Q6_K:
+        p->form = KERN_P6;
+        p->group = 16;
+        break;
+    case KERN_Q5_0:
+    case KERN_Q5_1:
+    case KERN_Q5_K:
+        p->form = KERN_P5;
         break;
     default:
-        p->q_max = t->type == KERN_Q8_0 ? 255
-                   : t->type == KERN_Q6_K ? 63
-                   : t->type == KERN_Q5_0 || t->type == KERN_Q5_1 || t->type == KERN_Q5_K ? 31 : 15;
-        p->form = p->q_max == 15 ? KERN_P4 : KERN_P8;
-        p->group = t->type == KERN_Q6_K ? 16 : 32;
-        p->has_m = kern_type_has_min(t->type);
-        p->zero = kern_type_zero(t->type);
-        p->q_bytes = KERN_GROUP * KERN_PANEL / (p->form == KERN_P4 ? 2 : 1);
+        p->form = KERN_P4;
     }
-    size_t scales = p->q_max ? (size_t)(KERN_GROUP / p->group) * KERN_PANEL * sizeof(uint16_t) : 0;
-    p->group_bytes = p->q_bytes + scales * (p->has_m ? 2 : 1);
-    p->panel_bytes = p->stride = round_up((size_t)p->n_group * p->group_bytes + kern_panel_tail(p), 64);
+    if (kern_form_quant(p->form)) {
+        size_t per = (size_t)(KERN_GROUP / p->group);
+        p->has_m = kern_type_has_min(t->type);
+        p->super = kern_type_block(t->type) == KERN_SUPER * KERN_GROUP;
+        p->zero = kern_type_zero(t->type);
+        p->scale_bytes = (per + p->has_m) * KERN_PANEL * (p->super ? 1 : sizeof(uint16_t));
+        size_t supers = (size_t)(p->n_group + KERN_SUPER - 1) / KERN_SUPER;
+        p->head_bytes = p->super ? supers * (1 + p->has_m) * KERN_PANEL * sizeof(uint16_t) : p->form == KERN_P4 ? 32 : 0;
+    }
+    p->group_bytes = p->scale_bytes + KERN_GROUP * KERN_PANEL * form_bits[p->form] / 8;
+    p->panel_bytes = p->stride = round_up(p->head_bytes + (size_t)p->n_group * p->group_bytes, 64);
 }
 
 /* --- repacking one panel ------------------------------------------------------------------------------ */
@@ -51,24 +68,60 @@ static uint16_t half(float f)
     return kern_f32_to_f16(fminf(fmaxf(f, -65504.0f), 65504.0f));
 }
 
+/* A column's 32 q, from its first byte: see isa_linear.h. */
+static void put_nibbles(unsigned char *to, const uint8_t *q)
+{
+    for (int v = 0; v < 4; v++)
+        for (int j = 0; j < 4; j++)
+            to[64 * v + j] = (unsigned char)((q[4 * v + j] & 15) | q[16 + 4 * v + j] << 4);
+}
+
+static void put_p5(unsigned char *to, const uint8_t *q)
+{
+    put_nibbles(to, q);
+    for (int i = 0; i < KERN_GROUP; i++)
+        to[256 + i % 4] |= (unsigned char)(q[i] >> 4 << i / 4);
+}
+
+static void put_p6(unsigned char *to, const uint8_t *q)
+{
+    for (int k = 0; k < 2; k++)
+        for (int i = 0; i < 12; i++) {
+            unsigned upper = q[16 * k + 12 + i % 4] >> 2 * (i / 4) & 3;
+            to[64 * (3 * k + i / 4) + i % 4] = (unsigned char)(q[16 * k + i] | upper << 6);
+        }
+}
+
+static void put_p8(unsigned char *to, const uint8_t *q)
+{
+    for (int v = 0; v < 8; v++)
+        memcpy(to + 64 * v, q + 4 * v, 4);
+}
+
+static void (*const put_q[])(unsigned char *, const uint8_t *) = {
+    [KERN_P4] = put_nibbles, [KERN_P5] = put_p5, [KERN_P6] = put_p6, [KERN_P8] = put_p8,
+};
+
 /* Row j of a panel, its 32 inputs of group g. */
 static void put_group(const struct kern_packed *p, unsigned char *panel, int j, int g, const struct kern_group *q)
 {
-    unsigned char *group = panel + (size_t)g * p->group_bytes, *to = group + 4 * j;
-    if (p->form == KERN_P8) {
-        for (int v = 0; v < 8; v++)
-            memcpy(to + 64 * v, q->q + 4 * v, 4);
-    } else {
-        for (int v = 0; v < 4; v++) {
-            uint32_t lo, hi;
-            memcpy(&lo, q->q + 4 * v, 4);
-            memcpy(&hi, q->q + 16 + 4 * v, 4);
-            lo |= hi << 4;
-            memcpy(to + 64 * v, &lo, 4);
-        }
-    }
-    uint16_t *d = (uint16_t *)(group + p->q_bytes) + j;
+    unsigned char *group = panel + p->head_bytes + (size_t)g * p->group_bytes;
     int per = KERN_GROUP / p->group;
+
+    put_q[p->form](group + p->scale_bytes + 4 * j, q->q);
+    if (p->super) {
+        uint16_t *head = (uint16_t *)kern_head_d(p, panel, g) + j;
+        int8_t *sc = (int8_t *)group + j;
+        for (int k = 0; k < per; k++)
+            sc[k * KERN_PANEL] = q->sc[k];
+        head[0] = half(kern_f16_to_f32(q->super_d));
+        if (p->has_m) {
+            sc[per * KERN_PANEL] = (int8_t)q->mn;
+            head[KERN_PANEL] = half(-kern_f16_to_f32(q->super_m));
+        }
+        return;
+    }
+    uint16_t *d = (uint16_t *)group + j;
     for (int k = 0; k < per; k++)
         d[k * KERN_PANEL] = half(q->d[k]);
     if (p->has_m)
@@ -90,8 +143,8 @@ static void pack_row_q4(const struct kern_packed *p, int type, unsigned char *pa
     const unsigned char *b = row;
     size_t block = kern_type_block_bytes(type);
     for (int g = 0; g < p->n_group; g++, b += block) {
-        unsigned char *group = panel + (size_t)g * p->group_bytes, *to = group + 4 * j;
-        uint16_t *d = (uint16_t *)(group + p->q_bytes) + j;
+        unsigned char *group = panel + p->head_bytes + (size_t)g * p->group_bytes, *to = group + p->scale_bytes + 4 * j;
+        uint16_t *d = (uint16_t *)group + j;
         const unsigned char *qs = b + block - 16;
         for (int v = 0; v < 4; v++)
             memcpy(to + 64 * v, qs + 4 * v, 4);
@@ -121,7 +174,7 @@ static float panel_unit(const struct kern_packed *p, const unsigned char *panel)
 {
     uint64_t bits = 0;
     for (int g = 0; g < p->n_group; g++) {
-        const uint16_t *d = (const uint16_t *)(panel + (size_t)g * p->group_bytes + p->q_bytes);
+        const uint16_t *d = (const uint16_t *)(panel + p->head_bytes + (size_t)g * p->group_bytes);
         for (int j = 0; j < KERN_PANEL; j++) {
             unsigned e = d[j] >> 10 & 31, m = d[j] & 0x3ff;
             if (e == 31) /* an infinity */
@@ -140,14 +193,14 @@ void kern_pack_panel(const struct kern_packed *p, const struct kern_tensor *t, i
     unsigned char *to = p->data + (size_t)panel * p->stride;
     size_t row_bytes = kern_row_bytes(t->type, t->cols);
     void (*pack)(const struct kern_packed *, int, unsigned char *, int, const void *) =
-        t->type == KERN_Q4_0 || t->type == KERN_Q4_1 ? pack_row_q4 : p->q_max ? pack_row_quant : pack_row_float;
+        t->type == KERN_Q4_0 || t->type == KERN_Q4_1 ? pack_row_q4 : kern_form_quant(p->form) ? pack_row_quant : pack_row_float;
     for (int j = 0; j < KERN_PANEL; j++) {
         int64_t row = (int64_t)panel * KERN_PANEL + j;
         if (row < p->rows)
             pack(p, t->type, to, j, (const unsigned char *)t->data + (size_t)row * row_bytes);
     }
-    if (p->form == KERN_P4) {
+    if (p->form == KERN_P4 && !p->super) {
         float unit = panel_unit(p, to);
-        memcpy(to + (size_t)p->n_group * p->group_bytes, &unit, sizeof unit);
+        memcpy(to, &unit, sizeof unit);
     }
 }

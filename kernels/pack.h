@@ -1,7 +1,6 @@
 /* pack.h - repacking GGUF matrices into the panels of isa_linear.h.
  *
- * Values are kept exactly, but for the scales of the K types (a half times a small integer, up to 19 bits), which are
- * rounded to half precision: at most 2^-11 of a weight.
+ * Values are kept exactly, in as many bytes as the file has, up to 3 % more (Q4_K, Q5_K) and what fills a last panel.
  */
 #ifndef SKVD_KERNELS_PACK_H
 #define SKVD_KERNELS_PACK_H

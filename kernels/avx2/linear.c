@@ -5,9 +5,10 @@
  * fit for q <= 15, 4 for q <= 31, 2 for q <= 63. q up to 255 would saturate at once and goes through vpmaddwd on 16-bit
  * values. Whatever the way, the integer sums are exact, so the results equal scalar's bit for bit.
  *
- * What limits a tile are the multiplications, two a cycle whatever their kind: of a row's 24 a group, 16 are of q. Where
- * a panel has a `unit`, the product that adds a pair of 16-bit sums multiplies by d, too, which saves 2: the sums are
- * at most 8 * 30 * 127 each, so a pair times 2^15 fits 32 bits, and it is rounded to f32 once, as i * d is.
+ * What limits a tile are the multiplications, two a cycle whatever their kind: of a row's 24 a group, 16 are of q. The
+ * product that adds a pair of 16-bit sums has a factor free, which saves 2: the integer scale of a K type; or d itself where
+ * a panel has a `unit`: the sums are at most 8 * 30 * 127 each, so a pair times 2^15 fits 32 bits, and it is rounded to f32
+ * once, as i * d is.
  *
  * A tile is one panel (16 outputs: two vectors of 8) by up to TILE rows. Weights are loaded once a tile and
  * activations broadcast from memory.
@@ -18,7 +19,7 @@
 #include "kernels/isa_rows.h"
 
 #define TILE   6    /* most rows of a tile */
-#define P4_BYTES 512 /* a P4 group unpacked: 32 inputs of 16 outputs */
+#define BYTES  512 /* a group unpacked: 32 inputs of 16 outputs */
 #define INLINE static inline __attribute__((always_inline))
 
 /* Keeps a running sum a running sum: compilers reorder long integer additions into trees, whose leaves then don't fit
@@ -73,33 +74,54 @@ INLINE void tile_store(float *out, __m256 (*acc)[2], const int R)
     }
 }
 
-/* acc = fma(i * d_w, d_a, acc), fma(s_a, m_w, acc) for a row's two vectors. scaled: i is multiplied by d_w already. */
-INLINE void scale_acc(__m256 acc[2], const __m256i i[2], const float *dw, const float *mw, float da, float sa,
-                      const bool scaled)
+/* How i becomes part of an output. PLAIN: times d. WHOLE: times d in the panel's unit, in integers. SUPER: times a K type's
+ * sc, in integers, into a sum of its own. */
+enum scaling { PLAIN, WHOLE, SUPER };
+
+/* Of the forms with 4, 5 and 6 bits: scales in a group, and vpmaddubsw results that fit 16 bits. */
+#define PER(bits) ((bits) == 6 ? 2 : 1)
+#define RUN(bits) (128 >> (bits))
+/* Of the K types only Q6_K has no m. */
+#define SUPER_M(bits) ((bits) != 6)
+
+/* A scale's integers i of a row into its two vectors. */
+INLINE void scale_acc(__m256 acc[2], __m256 super[2], const __m256i i[2], const float *dw, const float *mw, float da,
+                      float sa, const enum scaling scaling, const bool super_m)
 {
     __m256 vd = _mm256_set1_ps(da), vs = _mm256_set1_ps(sa);
     for (int h = 0; h < 2; h++) {
-        __m256 t = _mm256_cvtepi32_ps(i[h]);
-        if (!scaled)
-            t = _mm256_mul_ps(t, _mm256_load_ps(dw + 8 * h));
-        acc[h] = _mm256_fmadd_ps(t, vd, acc[h]);
-        acc[h] = _mm256_fmadd_ps(vs, _mm256_load_ps(mw + 8 * h), acc[h]);
+        __m256 t = _mm256_cvtepi32_ps(i[h]), mh = _mm256_load_ps(mw + 8 * h);
+        if (scaling == SUPER) {
+            super[h] = _mm256_fmadd_ps(t, vd, super[h]);
+            if (!super_m) {
+                super[h] = _mm256_fmadd_ps(vs, mh, super[h]);
+                continue;
+            }
+        } else {
+            if (scaling == PLAIN)
+                t = _mm256_mul_ps(t, _mm256_load_ps(dw + 8 * h));
+            acc[h] = _mm256_fmadd_ps(t, vd, acc[h]);
+        }
+        acc[h] = _mm256_fmadd_ps(vs, mh, acc[h]);
     }
 }
 
 /* How a tile takes its panel's weights. DIRECT: as they lie in memory, a single stream that the hardware prefetches better
- * than any instruction. FIRST: the same, and it leaves the scales (and P4's nibbles) unpacked for the tiles that follow:
+ * than any instruction. FIRST: the same, and it leaves the scales and bytes unpacked for the tiles that follow:
  * beside products that costs less than a pass of its own. LATER: what FIRST left. */
 enum how { DIRECT, FIRST, LATER };
 
 struct source {
     const uint8_t *u; /* first group's q */
+    const uint8_t *scales; /* and its scales */
     size_t step;      /* from group to group */
-    size_t d, m;      /* bytes from a group's start to its d and m; m 0: there is none */
+    size_t m;         /* bytes from a group's scales to its m (of a K type: mn); 0: there is none */
     float zero;       /* m = d * zero then */
     float unit;       /* of the panel, or 0 */
+    int super0;       /* groups before the first that share D and M with it */
+    float *head;      /* of a K type: D [16], M [16] for every 256 inputs */
     float *sd, *sm;   /* unpacked: [group][per][16] */
-    uint8_t *bytes;   /* P4 unpacked: [group][512] */
+    uint8_t *bytes;   /* q of P4, P5, P6 unpacked: [group][512] */
     const uint8_t *next; /* the panel that follows in memory, or NULL: to be brought into L2 while this one is computed, */
     size_t next_step;    /* so many bytes of it with each group */
 };
@@ -111,48 +133,122 @@ INLINE void next_fetch(const struct source *s, int g)
             _mm_prefetch((const char *)s->next + (size_t)g * s->next_step + i, _MM_HINT_T1);
 }
 
-/* Scale k (0 .. per - 1) of the group at u, as it lies in memory, to sd [16], sm [16]. whole: in units of s->unit, and each d
- * as a pair of 16-bit integers. */
-INLINE void scale_get(const struct source *s, const uint8_t *u, int k, float *sd, float *sm, const bool whole)
+/* Integers as pairs of 16 bits, for vpmaddwd. */
+INLINE __m256 twice16(__m256i x)
+{
+    return _mm256_castsi256_ps(_mm256_blend_epi16(x, _mm256_slli_epi32(x, 16), 0xaa));
+}
+
+/* Scale k (0 .. per - 1) of a group's, as they lie in memory at x, to sd [16], sm [16], in the panel's unit if WHOLE; where i
+ * is multiplied in integers, sd holds pairs of 16 bits. head: the group's D and M. */
+INLINE void scale_get(const struct source *s, const uint8_t *x, int k, const float *head, float *sd, float *sm,
+                      const enum scaling scaling, const bool super_m)
 {
     const __m256 unit = _mm256_set1_ps(s->unit), zero = _mm256_set1_ps(s->zero);
     for (int i = 0; i < KERN_PANEL; i += 8) {
-        size_t at = (size_t)(k * KERN_PANEL + i) * sizeof(uint16_t);
-        __m256 d = half8((const uint16_t *)(u + s->d + at));
-        __m256 m = s->m ? half8((const uint16_t *)(u + s->m + at)) : _mm256_mul_ps(d, zero);
-        if (whole) {
-            __m256i x = _mm256_cvtps_epi32(_mm256_mul_ps(d, unit));
-            d = _mm256_castsi256_ps(_mm256_blend_epi16(x, _mm256_slli_epi32(x, 16), 0xaa));
-            m = _mm256_mul_ps(m, unit);
+        size_t at = (size_t)(k * KERN_PANEL + i);
+        __m256 d, m;
+        if (scaling == SUPER) {
+            __m256i sc = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(x + at)));
+            d = twice16(sc);
+            if (super_m) {
+                __m256i mn = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(x + s->m + at)));
+                m = _mm256_mul_ps(_mm256_cvtepi32_ps(mn), _mm256_load_ps(head + KERN_PANEL + i));
+            } else {
+                m = _mm256_mul_ps(_mm256_cvtepi32_ps(sc), zero);
+            }
+        } else {
+            at *= sizeof(uint16_t);
+            d = half8((const uint16_t *)(x + at));
+            m = s->m ? half8((const uint16_t *)(x + s->m + at)) : _mm256_mul_ps(d, zero);
+            if (scaling == WHOLE) {
+                d = twice16(_mm256_cvtps_epi32(_mm256_mul_ps(d, unit)));
+                m = _mm256_mul_ps(m, unit);
+            }
         }
         _mm256_store_ps(sd + i, d);
         _mm256_store_ps(sm + i, m);
     }
 }
 
-/* Vector h of inputs 4 * v .. of a group: bytes, or from P4 nibbles. */
-INLINE __m256i bytes_get(const uint8_t *u, int v, int h, const bool nibbles)
+/* Half h of vector v of a group's bytes: inputs 4 * v .. of outputs 8 * h .. */
+INLINE __m256i bytes_get(const uint8_t *u, int v, int h)
 {
-    __m256i x = _mm256_load_si256((const __m256i *)(u + 64 * (nibbles ? v & 3 : v) + 32 * h));
-    if (!nibbles)
-        return x;
-    return _mm256_and_si256(v < 4 ? x : _mm256_srli_epi16(x, 4), _mm256_set1_epi8(15));
+    return _mm256_load_si256((const __m256i *)(u + 64 * v + 32 * h));
 }
 
-/* R rows; `per` scales in a group: 1, or 2 with 16-input scales; `run` vpmaddubsw results added in 16 bits. whole: the panel
- * has a unit (per 1, run 8). */
-INLINE void tile_bytes(const struct source *s, const struct tile *t, int n_group, float *out, const int R, const int per,
-                       const int run, const enum how how, const bool p4, const bool whole)
+/* The same of a P4 (bits 4), P5 or P6 group. */
+INLINE __m256i packed_get(const uint8_t *u, int v, int h, const int bits)
 {
-    const int runs = 8 / per / run; /* a checked division in the loop's head would keep gcc's sanitizers from unrolling it */
-    const bool unpacked = p4 && how == LATER;
-    const uint8_t *u = unpacked ? s->bytes : s->u;
-    const size_t step = unpacked ? P4_BYTES : s->step;
-    __m256 acc[TILE][2];
+    if (bits == 6) {
+        const __m256i upper = _mm256_set1_epi8((char)0xc0);
+        int third = 3 * (v / 4);
+        if (v % 4 < 3)
+            return _mm256_and_si256(bytes_get(u, third + v % 4, h), _mm256_set1_epi8(63));
+        __m256i x = _mm256_srli_epi16(_mm256_and_si256(bytes_get(u, third, h), upper), 2);
+        x = _mm256_srli_epi16(_mm256_or_si256(x, _mm256_and_si256(bytes_get(u, third + 1, h), upper)), 2);
+        return _mm256_srli_epi16(_mm256_or_si256(x, _mm256_and_si256(bytes_get(u, third + 2, h), upper)), 2);
+    }
+    __m256i x = bytes_get(u, v % 4, h);
+    x = _mm256_and_si256(v < 4 ? x : _mm256_srli_epi16(x, 4), _mm256_set1_epi8(15));
+    if (bits == 4)
+        return x;
+    __m256i y = bytes_get(u, 4, h); /* bit v to bit 4 */
+    y = v < 4 ? _mm256_slli_epi16(y, 4 - v) : _mm256_srli_epi16(y, v - 4);
+    return _mm256_or_si256(x, _mm256_and_si256(y, _mm256_set1_epi8(0x10)));
+}
+
+/* The group's products of scale k with R rows, exact, in 32 bits; times the scale where `by` is not NULL. */
+INLINE void group_sums(const struct source *s, const struct tile *t, const uint8_t *u, int g, int k, const float *by,
+                       __m256i (*sum)[2], const int R, const int bits, const enum how how)
+{
+    const int run = RUN(bits), runs = 8 / PER(bits) / run; /* a checked division in the loop's head would keep gcc's sanitizers from unrolling it */
+#pragma GCC unroll 2
+    for (int c = 0; c < runs; c++) {
+        __m256i p[TILE][2];
+#pragma GCC unroll 8
+        for (int i = 0; i < run; i++) {
+            const int v = k * 4 + c * run + i;
+            __m256i w[2];
+            for (int h = 0; h < 2; h++) {
+                w[h] = how == LATER ? bytes_get(u, v, h) : packed_get(u, v, h, bits);
+                if (how == FIRST)
+                    _mm256_store_si256((__m256i *)(s->bytes + (size_t)g * BYTES + 64 * v + 32 * h), w[h]);
+            }
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++) {
+                __m256i b = quad(t->q8 + r * t->ld_q + g * KERN_GROUP + 4 * v);
+                __m256i x0 = _mm256_maddubs_epi16(w[0], b), x1 = _mm256_maddubs_epi16(w[1], b);
+                p[r][0] = i ? _mm256_add_epi16(p[r][0], x0) : x0;
+                p[r][1] = i ? _mm256_add_epi16(p[r][1], x1) : x1;
+                KEEP(p[r][0]);
+                KEEP(p[r][1]);
+            }
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++)
+            for (int h = 0; h < 2; h++) {
+                __m256i f = by ? _mm256_load_si256((const __m256i *)(by + 8 * h)) : _mm256_set1_epi16(1);
+                __m256i x = _mm256_madd_epi16(p[r][h], f);
+                sum[r][h] = c ? _mm256_add_epi32(sum[r][h], x) : x;
+            }
+    }
+}
+
+/* R rows of P4, P5 or P6. */
+INLINE void tile_packed(const struct source *s, const struct tile *t, int n_group, float *out, const int R, const int bits,
+                         const enum how how, const enum scaling scaling)
+{
+    const bool super_m = SUPER_M(bits);
+    const int per = PER(bits);
+    const uint8_t *u = how == LATER ? s->bytes : s->u, *x = s->scales;
+    const size_t step = how == LATER ? BYTES : s->step;
+    const float *head = s->head;
+    __m256 acc[TILE][2], super[TILE][2];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
-        acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-    for (int g = 0; g < n_group; g++, u += step) {
+        acc[r][0] = acc[r][1] = super[r][0] = super[r][1] = _mm256_setzero_ps();
+    for (int g = 0, left = KERN_SUPER - s->super0; g < n_group; g++, u += step, x += s->step) {
         if (how == LATER)
             next_fetch(s, g);
 #pragma GCC unroll 2
@@ -160,48 +256,30 @@ INLINE void tile_bytes(const struct source *s, const struct tile *t, int n_group
             _Alignas(32) float dm[2 * KERN_PANEL];
             size_t at = (size_t)(g * per + k) * KERN_PANEL;
             float *dw = how == DIRECT ? dm : s->sd + at, *mw = how == DIRECT ? dm + KERN_PANEL : s->sm + at;
-            if (how == FIRST)
-                scale_get(s, u, k, dw, mw, whole);
             __m256i sum[TILE][2];
-#pragma GCC unroll 4
-            for (int c = 0; c < runs; c++) {
-                __m256i p[TILE][2];
-#pragma GCC unroll 8
-                for (int i = 0; i < run; i++) {
-                    const int v = k * 4 + c * run + i;
-                    __m256i w0 = bytes_get(u, v, 0, p4 && !unpacked), w1 = bytes_get(u, v, 1, p4 && !unpacked);
-                    if (p4 && how == FIRST) {
-                        _mm256_store_si256((__m256i *)(s->bytes + (size_t)g * P4_BYTES + 64 * v), w0);
-                        _mm256_store_si256((__m256i *)(s->bytes + (size_t)g * P4_BYTES + 64 * v + 32), w1);
-                    }
-#pragma GCC unroll 6
-                    for (int r = 0; r < R; r++) {
-                        __m256i b = quad(t->q8 + r * t->ld_q + g * KERN_GROUP + 4 * v);
-                        __m256i x0 = _mm256_maddubs_epi16(w0, b), x1 = _mm256_maddubs_epi16(w1, b);
-                        p[r][0] = i ? _mm256_add_epi16(p[r][0], x0) : x0;
-                        p[r][1] = i ? _mm256_add_epi16(p[r][1], x1) : x1;
-                        KEEP(p[r][0]);
-                        KEEP(p[r][1]);
-                    }
-                }
-                if (how == DIRECT && c == runs - 1) /* earlier they would take registers from the products */
-                    scale_get(s, u, k, dw, mw, whole);
-#pragma GCC unroll 6
-                for (int r = 0; r < R; r++)
-                    for (int h = 0; h < 2; h++) {
-                        __m256i by = whole ? _mm256_load_si256((const __m256i *)(dw + 8 * h)) : _mm256_set1_epi16(1);
-                        __m256i x = _mm256_madd_epi16(p[r][h], by);
-                        sum[r][h] = c ? _mm256_add_epi32(sum[r][h], x) : x;
-                    }
-            }
+            if (how == FIRST || (how == DIRECT && scaling != PLAIN))
+                scale_get(s, x, k, head, dw, mw, scaling, super_m);
+            group_sums(s, t, u, g, k, scaling == PLAIN ? NULL : dw, sum, R, bits, how);
+            if (how == DIRECT && scaling == PLAIN) /* earlier they would take registers from the products */
+                scale_get(s, x, k, head, dw, mw, scaling, super_m);
 #pragma GCC unroll 6
             for (int r = 0; r < R; r++) {
                 const float *f = t->scale + r * t->ld_s + 4 * g;
-                scale_acc(acc[r], sum[r], dw, mw, f[0], f[per == 1 ? 1 : 2 + k], whole);
+                scale_acc(acc[r], super[r], sum[r], dw, mw, f[0], f[per == 1 ? 1 : 2 + k], scaling, super_m);
             }
         }
+        if (scaling == SUPER && (--left == 0 || g == n_group - 1)) {
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++)
+                for (int h = 0; h < 2; h++) {
+                    acc[r][h] = _mm256_fmadd_ps(super[r][h], _mm256_load_ps(head + 8 * h), acc[r][h]);
+                    super[r][h] = _mm256_setzero_ps();
+                }
+            head += 2 * KERN_PANEL;
+            left = KERN_SUPER;
+        }
     }
-    if (whole)
+    if (scaling == WHOLE)
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++)
             for (int h = 0; h < 2; h++)
@@ -224,7 +302,7 @@ INLINE void tile_wide(const struct source *s, const struct tile *t, int n_group,
         __m256i sum[TILE][2];
 #pragma GCC unroll 8
         for (int v = 0; v < 8; v++) {
-            __m256i w0 = bytes_get(u, v, 0, false), w1 = bytes_get(u, v, 1, false);
+            __m256i w0 = bytes_get(u, v, 0), w1 = bytes_get(u, v, 1);
             __m256i e0 = _mm256_and_si256(w0, low), o0 = _mm256_srli_epi16(w0, 8);
             __m256i e1 = _mm256_and_si256(w1, low), o1 = _mm256_srli_epi16(w1, 8);
 #pragma GCC unroll 6
@@ -244,11 +322,11 @@ INLINE void tile_wide(const struct source *s, const struct tile *t, int n_group,
         size_t at = (size_t)g * KERN_PANEL;
         float *dw = how == DIRECT ? dm : s->sd + at, *mw = how == DIRECT ? dm + KERN_PANEL : s->sm + at;
         if (how != LATER)
-            scale_get(s, u, 0, dw, mw, false);
+            scale_get(s, s->scales + (size_t)g * s->step, 0, NULL, dw, mw, PLAIN, false);
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) {
             const float *f = t->scale + r * t->ld_s + 4 * g;
-            scale_acc(acc[r], sum[r], dw, mw, f[0], f[1], false);
+            scale_acc(acc[r], NULL, sum[r], dw, mw, f[0], f[1], PLAIN, false);
         }
     }
     tile_store(out, acc, R);
@@ -260,10 +338,12 @@ typedef void tile_fn(const struct source *s, const struct tile *t, int n_group, 
     {                                                                                                             \
         TILE_##kind(R, how);                                                                                      \
     }
-#define TILE_q4(R, how) tile_bytes(s, t, n_group, out, R, 1, 8, how, true, false)
-#define TILE_q4w(R, how) tile_bytes(s, t, n_group, out, R, 1, 8, how, true, true)
-#define TILE_q5(R, how) tile_bytes(s, t, n_group, out, R, 1, 4, how, false, false)
-#define TILE_q6(R, how) tile_bytes(s, t, n_group, out, R, 2, 2, how, false, false)
+#define TILE_q4(R, how) tile_packed(s, t, n_group, out, R, 4, how, PLAIN)
+#define TILE_q4w(R, how) tile_packed(s, t, n_group, out, R, 4, how, WHOLE)
+#define TILE_k4(R, how) tile_packed(s, t, n_group, out, R, 4, how, SUPER)
+#define TILE_q5(R, how) tile_packed(s, t, n_group, out, R, 5, how, PLAIN)
+#define TILE_k5(R, how) tile_packed(s, t, n_group, out, R, 5, how, SUPER)
+#define TILE_k6(R, how) tile_packed(s, t, n_group, out, R, 6, how, SUPER)
 #define TILE_q8(R, how) tile_wide(s, t, n_group, out, R, how)
 /* The row counts that mul_quant asks for: where there are several tiles, 4 or more in the first, 3 or more in others. */
 #define TILE_KIND(kind)                                                                      \
@@ -289,30 +369,46 @@ typedef void tile_fn(const struct source *s, const struct tile *t, int n_group, 
     }
 TILE_KIND(q4)
 TILE_KIND(q4w)
+TILE_KIND(k4)
 TILE_KIND(q5)
-TILE_KIND(q6)
+TILE_KIND(k5)
+TILE_KIND(k6)
 TILE_KIND(q8)
-enum { Q4, Q4_WHOLE, Q5, Q6, Q8 };
-static tile_fn *const tiles[5][3][TILE] = { TILES(q4), TILES(q4w), TILES(q5), TILES(q6), TILES(q8) };
+enum kind { Q4, Q4_WHOLE, K4, Q5, K5, K6, Q8, KINDS };
+static tile_fn *const tiles[KINDS][3][TILE] = { TILES(q4), TILES(q4w), TILES(k4), TILES(q5), TILES(k5), TILES(k6), TILES(q8) };
+static const enum kind plain_kind[] = { [KERN_P4] = Q4, [KERN_P5] = Q5, [KERN_P8] = Q8 };
+static const enum kind super_kind[] = { [KERN_P4] = K4, [KERN_P5] = K5, [KERN_P6] = K6 };
+
+/* D and M of the groups g0 .. as floats. */
+static void head_get(const struct kern_packed *w, const unsigned char *head, int g0, int n_group, float *to)
+{
+    for (int g = g0 & -KERN_SUPER; g < g0 + n_group; g += KERN_SUPER, to += 2 * KERN_PANEL)
+        for (int i = 0; i < (w->has_m ? 2 : 1) * KERN_PANEL; i += 8)
+            _mm256_store_ps(to + i, half8(kern_head_d(w, head, g) + i));
+}
 
 /* Rows in tiles as even as can be: one of a row or two costs nearly as much as a full one. */
 static void mul_quant(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row0,
                       int n_row, float *acc, void *scratch)
 {
-    int kind = w->q_max <= 15 ? Q4 : w->q_max <= 31 ? Q5 : w->q_max <= 63 ? Q6 : Q8;
+    enum kind kind = w->super ? super_kind[w->form] : plain_kind[w->form];
+    const unsigned char *head = kern_panel_head(w, panel);
     size_t per = (size_t)(KERN_GROUP / w->group), n_scale = (size_t)a->n_group * per * KERN_PANEL;
-    struct source s = { .u = kern_panel_at(w, panel, g0), .step = w->group_bytes, .d = w->q_bytes, .zero = (float)-w->zero,
-                        .sd = scratch };
-    if (w->has_m)
-        s.m = s.d + per * KERN_PANEL * sizeof(uint16_t);
-    if (w->form == KERN_P4) {
-        memcpy(&s.unit, kern_panel_at(w, panel, w->n_group), sizeof s.unit);
+    size_t d_bytes = w->super ? 1 : sizeof(uint16_t);
+    const unsigned char *group = kern_panel_at(w, panel, g0);
+    struct source s = { .u = kern_group_q(w, group), .scales = group, .step = w->group_bytes, .zero = (float)-w->zero,
+                        .m = w->has_m ? per * KERN_PANEL * d_bytes : 0, .super0 = g0 % KERN_SUPER, .bytes = scratch };
+    s.sd = (float *)(s.bytes + (size_t)a->n_group * BYTES);
+    s.sm = s.sd + n_scale;
+    s.head = s.sm + n_scale;
+    if (w->super)
+        head_get(w, head, g0, a->n_group, s.head);
+    if (kind == Q4) {
+        memcpy(&s.unit, head, sizeof s.unit);
         if (s.unit != 0 && n_row > 2) /* for a row or two the integers cost more than they save */
             kind = Q4_WHOLE;
     }
-    s.sm = s.sd + n_scale;
-    s.bytes = (uint8_t *)(s.sm + n_scale);
-    s.next = s.u + w->panel_bytes;
+    s.next = group + w->panel_bytes;
     s.next_step = w->group_bytes;
     int left = (n_row + TILE - 1) / TILE;
     enum how how = left == 1 ? DIRECT : FIRST;
@@ -424,7 +520,7 @@ INLINE void mul_float(const unsigned char *p, enum kern_form form, const float *
 static void avx2_mul(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row0, int n_row,
                      float *acc, void *scratch)
 {
-    if (w->form == KERN_P4 || w->form == KERN_P8) {
+    if (kern_form_quant(w->form)) {
         mul_quant(w, panel, g0, a, row0, n_row, acc, scratch);
         return;
     }

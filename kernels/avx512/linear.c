@@ -2,7 +2,8 @@
  *
  * vpdpbusd multiplies u8 weights by s8 activations and adds four products into 32 bits, exactly: one vector of the
  * panel against one broadcast of four activations. A tile is one panel by up to TILE rows, its sums and
- * accumulators in registers (12 rows: 12 + 12 of 32). A scale costs each row a conversion and three operations.
+ * accumulators in registers (12 rows: 12 + 12 of 32; 8 of a K type, which has two accumulators). A scale costs each row a
+ * conversion and three operations. A few rows take P4, P5 and P6 as they lie in memory; for more they are unpacked once.
  */
 #include <immintrin.h>
 
@@ -12,6 +13,9 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define TILE   12
+#define TILE_K 8    /* of a K type */
+#define DIRECT 4    /* most rows for which q is unpacked in registers */
+#define BYTES  512  /* a group unpacked: 32 inputs of 16 outputs */
 #define AHEAD  2048 /* bytes: how far single rows prefetch their weights */
 
 /* Where a tile reads its activations: row 0, and the distances of rows. */
@@ -48,34 +52,70 @@ INLINE __m512 half16(const uint16_t *p)
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
 
-INLINE __m512 scale_acc(__m512 acc, __m512i i, __m512 dw, __m512 mw, float da, float sa)
-{
-    acc = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(i), dw), _mm512_set1_ps(da), acc);
-    return _mm512_fmadd_ps(_mm512_set1_ps(sa), mw, acc);
-}
-
-/* The tile's scales: those of its first group, and the distance of groups. */
-struct scales {
-    const unsigned char *d;
-    size_t step, m; /* m: from d */
+/* Where a tile reads its panel's weights and scales. */
+struct source {
+    const uint8_t *u; /* first group's q, as they lie in memory or unpacked */
+    size_t u_step;
+    const unsigned char *d; /* first group's scales */
+    size_t d_step, m;       /* m: from d to m (of a K type: to mn) */
     bool has_m;
-    __m512 zero;
+    float zero; /* without m: m = d * zero */
+    int super0; /* of a K type: groups before the first that share D and M with it, */
+    const uint16_t *head; /* and their D and M */
+    size_t head_step;     /* in halves, to those of the next 256 inputs */
 };
 
-INLINE struct scales scales_at(const struct kern_packed *w, const unsigned char *group)
+/* A scale of a group: what i and s_a are multiplied by. */
+struct scale {
+    __m512 d, m;
+};
+
+INLINE __m512 ints16(__m128i bytes, bool is_signed)
 {
-    return (struct scales){
-        .d = group + w->q_bytes,
-        .step = w->group_bytes,
-        .m = (size_t)(KERN_GROUP / w->group) * KERN_PANEL * sizeof(uint16_t),
-        .has_m = w->has_m,
-        .zero = _mm512_set1_ps((float)-w->zero),
-    };
+    return _mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
 }
 
-INLINE __m512 scale_m(const struct scales *s, const unsigned char *d, __m512 dw)
+/* Scale k of the group whose scales are at d; m16: the M of its 256 inputs. */
+INLINE struct scale scale_get(const struct source *s, const unsigned char *d, int k, __m512 m16, const bool super)
 {
-    return s->has_m ? half16((const uint16_t *)(d + s->m)) : _mm512_mul_ps(dw, s->zero);
+    const unsigned char *dk = d + (size_t)k * KERN_PANEL * (super ? 1 : sizeof(uint16_t));
+    struct scale x = { .d = super ? ints16(_mm_loadu_si128((const __m128i *)dk), true) : half16((const uint16_t *)dk) };
+    if (!s->has_m)
+        x.m = _mm512_mul_ps(x.d, _mm512_set1_ps(s->zero));
+    else if (super)
+        x.m = _mm512_mul_ps(ints16(_mm_loadu_si128((const __m128i *)(d + s->m)), false), m16);
+    else
+        x.m = half16((const uint16_t *)(d + s->m));
+    return x;
+}
+
+/* t += i * d * d_a: (float)i * sc is exact for a K type, as i * sc is. */
+INLINE __m512 scale_add(__m512 t, __m512i i, __m512 d, float da)
+{
+    return _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(i), d), _mm512_set1_ps(da), t);
+}
+
+/* Vector v of a group's bytes, from bytes (bits 8) or P4, P5, P6. */
+INLINE __m512i bytes_get(const uint8_t *u, int v, const int bits)
+{
+    if (bits == 8)
+        return _mm512_loadu_si512(u + 64 * v);
+    if (bits == 6) {
+        const __m512i upper = _mm512_set1_epi8((char)0xc0);
+        const uint8_t *third = u + 3 * 64 * (v / 4);
+        if (v % 4 < 3)
+            return _mm512_and_si512(_mm512_loadu_si512(third + 64 * (v % 4)), _mm512_set1_epi8(63));
+        __m512i x = _mm512_srli_epi16(_mm512_and_si512(_mm512_loadu_si512(third), upper), 2);
+        x = _mm512_srli_epi16(_mm512_or_si512(x, _mm512_and_si512(_mm512_loadu_si512(third + 64), upper)), 2);
+        return _mm512_srli_epi16(_mm512_or_si512(x, _mm512_and_si512(_mm512_loadu_si512(third + 128), upper)), 2);
+    }
+    __m512i x = _mm512_loadu_si512(u + 64 * (v % 4));
+    x = _mm512_and_si512(v < 4 ? x : _mm512_srli_epi16(x, 4), _mm512_set1_epi8(15));
+    if (bits == 4)
+        return x;
+    __m512i y = _mm512_loadu_si512(u + 256); /* bit v to bit 4 */
+    y = v < 4 ? _mm512_slli_epi16(y, (unsigned)(4 - v)) : _mm512_srli_epi16(y, (unsigned)(v - 4));
+    return _mm512_or_si512(x, _mm512_and_si512(y, _mm512_set1_epi8(0x10)));
 }
 
 /* The panel that follows in memory, brought into L2 group by group while this one is computed: a pass over few rows
@@ -92,47 +132,58 @@ INLINE void ahead_fetch(const struct ahead *a, int g)
             _mm_prefetch((const char *)a->panel + (size_t)g * a->step + i, _MM_HINT_T1);
 }
 
-/* u: [8][64] bytes a group, `step` from group to group; `per` scales in a group: 1, or 2 with 16-input scales. */
-INLINE void tile_bytes(const uint8_t *u, size_t step, const struct scales *sc, const struct tile *t,
-                       const struct ahead *next, int n_group, float *out, const int R, const int per)
+/* R rows; `per` scales in a group: 1, or 2 with 16-input scales; q in bytes or `bits` bits as P4, P5, P6. super_m: a K
+ * type has m in acc, not in its sum of 256 inputs. */
+INLINE void tile_mul(const struct source *s, const struct tile *t, const struct ahead *next, int n_group, float *out,
+                     const int R, const int per, const int bits, const bool super, const bool super_m)
 {
-    const unsigned char *d = sc->d;
-    __m512 acc[TILE];
+    const uint8_t *u = s->u;
+    const unsigned char *d = s->d;
+    const uint16_t *head = s->head;
+    __m512 acc[TILE], part[TILE], m16 = _mm512_setzero_ps();
     const int8_t *q[TILE / 3];
     const float *f[TILE / 3];
     size_t ld_q = t->ld_q, ld_s = t->ld_s;
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
-        acc[r] = _mm512_setzero_ps();
+        acc[r] = part[r] = _mm512_setzero_ps();
 #pragma GCC unroll 4
     for (int i = 0; i < (R + 2) / 3; i++) {
         q[i] = t->q8 + 3 * i * ld_q;
         f[i] = t->scale + 3 * i * ld_s;
     }
-    for (int g = 0; g < n_group; g++, u += step, d += sc->step) {
-        ahead_fetch(next, g);
+    if (super && super_m)
+        m16 = half16(head + KERN_PANEL);
+    for (int g = 0, left = KERN_SUPER - s->super0; g < n_group; g++, u += s->u_step, d += s->d_step) {
+        if (bits == 8)
+            ahead_fetch(next, g);
+        else
+            for (size_t i = 0; i < s->u_step; i += 64)
+                _mm_prefetch((const char *)u + AHEAD + i, _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int i = 0; i < (R + 2) / 3; i++) {
             KEEP_POINTER(q[i]);
             KEEP_POINTER(f[i]);
         }
 #pragma GCC unroll 2
-        for (int h = 0; h < per; h++) {
+        for (int k = 0; k < per; k++) {
             __m512i sum[TILE];
 #pragma GCC unroll 8
             for (int v = 0; v < 8 / per; v++) {
-                __m512i w = _mm512_loadu_si512(u + 64 * (4 * h + v));
+                __m512i w = bytes_get(u, 4 * k + v, bits);
 #pragma GCC unroll 12
                 for (int r = 0; r < R; r++)
                     sum[r] = _mm512_dpbusd_epi32(v ? sum[r] : _mm512_setzero_si512(), w,
-                                                 quad(q[r / 3] + r % 3 * ld_q + 16 * h + 4 * v));
+                                                 quad(q[r / 3] + r % 3 * ld_q + 16 * k + 4 * v));
             }
-            const unsigned char *dh = d + (size_t)h * KERN_PANEL * sizeof(uint16_t);
-            __m512 dw = half16((const uint16_t *)dh), mw = scale_m(sc, dh, dw);
+            struct scale x = scale_get(s, d, k, m16, super);
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
-                const float *s = f[r / 3] + r % 3 * ld_s;
-                acc[r] = scale_acc(acc[r], sum[r], dw, mw, s[0], s[per == 1 ? 1 : 2 + h]);
+                const float *a = f[r / 3] + r % 3 * ld_s;
+                __m512 sa = _mm512_set1_ps(a[per == 1 ? 1 : 2 + k]);
+                __m512 *i_to = super ? &part[r] : &acc[r], *m_to = super && !super_m ? &part[r] : &acc[r];
+                *i_to = scale_add(*i_to, sum[r], x.d, a[0]);
+                *m_to = _mm512_fmadd_ps(sa, x.m, *m_to);
             }
         }
 #pragma GCC unroll 4
@@ -140,115 +191,110 @@ INLINE void tile_bytes(const uint8_t *u, size_t step, const struct scales *sc, c
             q[i] += KERN_GROUP;
             f[i] += 4;
         }
+        if (super && (--left == 0 || g == n_group - 1)) {
+            __m512 d16 = half16(head);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                acc[r] = _mm512_fmadd_ps(part[r], d16, acc[r]);
+                part[r] = _mm512_setzero_ps();
+            }
+            head += s->head_step;
+            left = KERN_SUPER;
+            if (super_m && g < n_group - 1)
+                m16 = half16(head + KERN_PANEL);
+        }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
         _mm512_store_ps(out + r * KERN_PANEL, acc[r]);
 }
 
-/* A few rows straight from a P4 panel: nibbles are unpacked in registers. */
-INLINE void tile_nibbles(const uint8_t *u, const struct scales *sc, const struct tile *t, int n_group, float *out,
-                         const int R)
+/* P4, P5 or P6 groups to bytes [n_group][8][64]. */
+INLINE void unpack(const uint8_t *q, size_t step, int n_group, uint8_t *u, const int bits)
 {
-    const unsigned char *d = sc->d;
-    const __m512i nibble = _mm512_set1_epi8(15);
-    __m512 acc[4];
-    for (int r = 0; r < R; r++)
-        acc[r] = _mm512_setzero_ps();
-    for (int k = 0; k < n_group; k++, u += sc->step, d += sc->step) {
-        __m512i sum[4][2];
-        for (int i = 0; i < 320; i += 64)
-            _mm_prefetch((const char *)u + AHEAD + i, _MM_HINT_T0);
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; v++) {
-            __m512i x = _mm512_loadu_si512(u + 64 * v);
-            __m512i lo = _mm512_and_si512(x, nibble), hi = _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++) {
-                const int8_t *q = t->q8 + r * t->ld_q + k * KERN_GROUP + 4 * v;
-                sum[r][0] = _mm512_dpbusd_epi32(v ? sum[r][0] : _mm512_setzero_si512(), lo, quad(q));
-                sum[r][1] = _mm512_dpbusd_epi32(v ? sum[r][1] : _mm512_setzero_si512(), hi, quad(q + 16));
-            }
-        }
-        __m512 dw = half16((const uint16_t *)d), mw = scale_m(sc, d, dw);
-        for (int r = 0; r < R; r++)
-            acc[r] = scale_acc(acc[r], _mm512_add_epi32(sum[r][0], sum[r][1]), dw, mw, t->scale[r * t->ld_s + 4 * k],
-                               t->scale[r * t->ld_s + 4 * k + 1]);
-    }
-    for (int r = 0; r < R; r++)
-        _mm512_store_ps(out + r * KERN_PANEL, acc[r]);
+    for (int g = 0; g < n_group; g++, q += step, u += BYTES)
+        for (int v = 0; v < 8; v++)
+            _mm512_store_si512(u + 64 * v, bytes_get(q, v, bits));
 }
 
-/* P4 groups, `step` apart, to bytes [n_group][8][64]. */
-static void unpack_p4(const uint8_t *q, size_t step, int n_group, uint8_t *u)
-{
-    const __m512i nibble = _mm512_set1_epi8(15);
-    for (int g = 0; g < n_group; g++, q += step, u += 512)
-        for (int v = 0; v < 256; v += 64) {
-            __m512i x = _mm512_loadu_si512(q + v);
-            _mm512_store_si512(u + v, _mm512_and_si512(x, nibble));
-            _mm512_store_si512(u + 256 + v, _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble));
-        }
-}
-
-typedef void tile_fn(const uint8_t *u, size_t step, const struct scales *sc, const struct tile *t,
-                     const struct ahead *next, int n_group, float *out);
-typedef void nibbles_fn(const uint8_t *u, const struct scales *sc, const struct tile *t, int n_group, float *out);
-
-#define TILE_BYTES(R, per)                                                                                         \
-    static void tile_##per##_##R(const uint8_t *u, size_t step, const struct scales *sc, const struct tile *t,     \
-                                 const struct ahead *next, int n_group, float *out)                                \
-    {                                                                                                              \
-        tile_bytes(u, step, sc, t, next, n_group, out, R, per);                                                    \
-    }
-#define TILE_NIBBLES(R)                                                                                               \
-    static void nibbles_##R(const uint8_t *u, const struct scales *sc, const struct tile *t, int n_group, float *out) \
+typedef void tile_fn(const struct source *s, const struct tile *t, const struct ahead *next, int n_group, float *out);
+#define TILE_FN(kind, R)                                                                                              \
+    static void kind##_##R(const struct source *s, const struct tile *t, const struct ahead *next, int n_group, float *out) \
     {                                                                                                                 \
-        tile_nibbles(u, sc, t, n_group, out, R);                                                                      \
+        tile_mul(s, t, next, n_group, out, R, kind##_ARGS);                                                                  \
     }
-#define TILE_ALL(per)                                                                                    \
-    TILE_BYTES(1, per) TILE_BYTES(2, per) TILE_BYTES(3, per) TILE_BYTES(4, per) TILE_BYTES(5, per)       \
-    TILE_BYTES(6, per) TILE_BYTES(7, per) TILE_BYTES(8, per) TILE_BYTES(9, per) TILE_BYTES(10, per)      \
-    TILE_BYTES(11, per) TILE_BYTES(12, per)
-TILE_ALL(1)
-TILE_ALL(2)
-TILE_NIBBLES(1)
-TILE_NIBBLES(2)
-TILE_NIBBLES(3)
-TILE_NIBBLES(4)
+/* per, bits, super, super_m */
+#define bytes_plain_ARGS 1, 8, false, false
+#define bytes_m_ARGS 1, 8, true, true
+#define bytes_k6_ARGS 2, 8, true, false
+#define plain_4_ARGS 1, 4, false, false
+#define plain_5_ARGS 1, 5, false, false
+#define super_4_ARGS 1, 4, true, true
+#define super_5_ARGS 1, 5, true, true
+#define super_6_ARGS 2, 6, true, false
+#define ROWS_4(kind)  TILE_FN(kind, 1) TILE_FN(kind, 2) TILE_FN(kind, 3) TILE_FN(kind, 4)
+#define ROWS_8(kind)  ROWS_4(kind) TILE_FN(kind, 5) TILE_FN(kind, 6) TILE_FN(kind, 7) TILE_FN(kind, 8)
+#define ROWS_12(kind) ROWS_8(kind) TILE_FN(kind, 9) TILE_FN(kind, 10) TILE_FN(kind, 11) TILE_FN(kind, 12)
+ROWS_12(bytes_plain)
+ROWS_8(bytes_m)
+ROWS_8(bytes_k6)
+ROWS_4(plain_4)
+ROWS_4(plain_5)
+ROWS_4(super_4)
+ROWS_4(super_5)
+ROWS_4(super_6)
 
-#define TILE_ROW(q)                                                                                            \
-    {                                                                                                          \
-        tile_##q##_1, tile_##q##_2, tile_##q##_3, tile_##q##_4, tile_##q##_5, tile_##q##_6, tile_##q##_7,      \
-            tile_##q##_8, tile_##q##_9, tile_##q##_10, tile_##q##_11, tile_##q##_12                            \
-    }
-static tile_fn *const tiles[2][TILE] = { TILE_ROW(1), TILE_ROW(2) };
-static nibbles_fn *const nibbles[4] = { nibbles_1, nibbles_2, nibbles_3, nibbles_4 };
+#define LIST_4(kind)  kind##_1, kind##_2, kind##_3, kind##_4
+#define LIST_8(kind)  LIST_4(kind), kind##_5, kind##_6, kind##_7, kind##_8
+#define LIST_12(kind) LIST_8(kind), kind##_9, kind##_10, kind##_11, kind##_12
+/* [form]: of a few rows directly (NULL: bytes already), of more from bytes. */
+struct kind {
+    tile_fn *direct[DIRECT], *bytes[TILE];
+};
+static const struct kind plain_kind[] = {
+    [KERN_P4] = { { LIST_4(plain_4) }, { LIST_12(bytes_plain) } },
+    [KERN_P5] = { { LIST_4(plain_5) }, { LIST_12(bytes_plain) } },
+    [KERN_P8] = { { NULL }, { LIST_12(bytes_plain) } },
+};
+static const struct kind super_kind[] = {
+    [KERN_P4] = { { LIST_4(super_4) }, { LIST_8(bytes_m) } },
+    [KERN_P5] = { { LIST_4(super_5) }, { LIST_8(bytes_m) } },
+    [KERN_P6] = { { LIST_4(super_6) }, { LIST_8(bytes_k6) } },
+};
 
 static void mul_quant(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row0,
                       int n_row, float *acc, void *scratch)
 {
-    int per = KERN_GROUP / w->group;
-    const uint8_t *u = kern_panel_at(w, panel, g0);
-    struct scales sc = scales_at(w, u);
-    size_t step = w->group_bytes;
-    if (w->form == KERN_P4) {
-        if (n_row <= 4) {
-            struct tile t = tile_at(a, row0);
-            nibbles[n_row - 1](u, &sc, &t, a->n_group, acc);
-            return;
-        }
-        unpack_p4(u, step, a->n_group, scratch);
-        u = scratch;
-        step = 512;
+    const struct kind *kind = (w->super ? super_kind : plain_kind) + w->form;
+    const unsigned char *group = kern_panel_at(w, panel, g0);
+    struct source s = {
+        .u = kern_group_q(w, group), .u_step = w->group_bytes, .d = group, .d_step = w->group_bytes, .has_m = w->has_m,
+        .m = (size_t)(KERN_GROUP / w->group) * KERN_PANEL * (w->super ? 1 : sizeof(uint16_t)), .zero = (float)-w->zero,
+        .super0 = g0 % KERN_SUPER, .head = w->super ? kern_head_d(w, kern_panel_head(w, panel), g0) : NULL,
+        .head_step = KERN_PANEL * (w->has_m ? 2 : 1),
+    };
+    if (kind->direct[0] && n_row <= DIRECT) {
+        struct tile t = tile_at(a, row0);
+        kind->direct[n_row - 1](&s, &t, NULL, a->n_group, acc);
+        return;
+    }
+    if (w->form != KERN_P8) {
+        if (w->form == KERN_P4)
+            unpack(s.u, s.u_step, a->n_group, scratch, 4);
+        else if (w->form == KERN_P5)
+            unpack(s.u, s.u_step, a->n_group, scratch, 5);
+        else
+            unpack(s.u, s.u_step, a->n_group, scratch, 6);
+        s.u = scratch;
+        s.u_step = BYTES;
     }
     /* n_row in equal tiles: 13 rows are 7 + 6, not 12 + 1 */
-    int n_tile = (n_row + TILE - 1) / TILE;
-    struct ahead next = { kern_panel_at(w, panel, g0) + w->panel_bytes, w->group_bytes };
+    int most = w->super ? TILE_K : TILE, n_tile = (n_row + most - 1) / most;
+    struct ahead next = { group + w->panel_bytes, w->group_bytes };
     for (int i = 0, r = 0; i < n_tile; i++, next.panel = NULL) {
         int n = (n_row - r + n_tile - i - 1) / (n_tile - i);
         struct tile t = tile_at(a, row0 + r);
-        tiles[per - 1][n - 1](u, step, &sc, &t, &next, a->n_group, acc + (size_t)r * KERN_PANEL);
+        kind->bytes[n - 1](&s, &t, &next, a->n_group, acc + (size_t)r * KERN_PANEL);
         r += n;
     }
 }
@@ -301,7 +347,7 @@ INLINE void mul_float(const unsigned char *p, enum kern_form form, const float *
 static void avx512_mul(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row0,
                        int n_row, float *acc, void *scratch)
 {
-    if (w->form == KERN_P4 || w->form == KERN_P8) {
+    if (kern_form_quant(w->form)) {
         mul_quant(w, panel, g0, a, row0, n_row, acc, scratch);
         return;
     }

@@ -107,28 +107,66 @@ static inline void v16_store_i16(int16_t *p, v16 a)
 /* q of input i of a group and panel row j. */
 static int packed_q(const struct kern_packed *w, const unsigned char *group, int i, int j)
 {
+    const unsigned char *q = kern_group_q(w, group);
     int v = i / 4, byte = 4 * j + i % 4;
     if (w->form == KERN_P8)
-        return group[64 * v + byte];
-    return v < 4 ? group[64 * v + byte] & 15 : group[64 * (v - 4) + byte] >> 4;
+        return q[64 * v + byte];
+    if (w->form == KERN_P6) {
+        const unsigned char *third = q + 64 * 3 * (v / 4) + byte;
+        return v % 4 < 3 ? third[64 * (v % 4)] & 63 : third[0] >> 6 | third[64] >> 6 << 2 | third[128] >> 6 << 4;
+    }
+    int low = v < 4 ? q[64 * v + byte] & 15 : q[64 * (v - 4) + byte] >> 4;
+    return w->form == KERN_P4 ? low : low | (q[256 + byte] >> v & 1) << 4;
+}
+
+/* The exact dot of row `row` and the group's inputs of scale k. */
+static int group_dot(const struct kern_packed *w, const unsigned char *group, int k, const int8_t *x, int j)
+{
+    int dot = 0;
+    for (int i = k * w->group; i < (k + 1) * w->group; i++)
+        dot += packed_q(w, group, i, j) * x[i];
+    return dot;
 }
 
 static float mul_quant(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row, int j)
 {
-    const int8_t *x = a->q8 + (size_t)row * a->n_group * 32;
-    int per = 32 / w->group; /* scales in 32 inputs */
+    int per = KERN_GROUP / w->group; /* scales in 32 inputs */
     float acc = 0;
-    for (int k = 0; k < a->n_group * per; k++) {
-        const unsigned char *group = kern_panel_at(w, panel, g0 + k / per);
-        const float *scale = a->scale + 4 * ((size_t)row * a->n_group + k / per);
-        int dot = 0;
-        for (int i = 0; i < w->group; i++)
-            dot += packed_q(w, group, k % per * w->group + i, j) * x[k * w->group + i];
-        float dw = kern_f16_to_f32(kern_group_d(w, group, k % per)[j]);
-        float mw = w->has_m ? kern_f16_to_f32(kern_group_m(w, group, k % per)[j]) : dw * (float)-w->zero;
-        float sa = scale[per == 1 ? 1 : 2 + k % 2];
-        acc = fmaf((float)dot * dw, scale[0], acc);
-        acc = fmaf(sa, mw, acc);
+    for (int g = 0; g < a->n_group; g++) {
+        const unsigned char *group = kern_panel_at(w, panel, g0 + g);
+        const float *scale = a->scale + 4 * ((size_t)row * a->n_group + g);
+        for (int k = 0; k < per; k++) {
+            int dot = group_dot(w, group, k, a->q8 + ((size_t)row * a->n_group + g) * KERN_GROUP, j);
+            float dw = kern_f16_to_f32(kern_group_d(group, k)[j]);
+            float mw = w->has_m ? kern_f16_to_f32(kern_group_m(w, group)[j]) : dw * (float)-w->zero;
+            acc = fmaf((float)dot * dw, scale[0], acc);
+            acc = fmaf(scale[per == 1 ? 1 : 2 + k], mw, acc);
+        }
+    }
+    return acc;
+}
+
+static float mul_super(const struct kern_packed *w, int panel, int g0, const struct kern_input *a, int row, int j)
+{
+    int per = KERN_GROUP / w->group;
+    float acc = 0, s = 0;
+    for (int g = 0; g < a->n_group; g++) {
+        const unsigned char *group = kern_panel_at(w, panel, g0 + g);
+        const uint16_t *head = kern_head_d(w, kern_panel_head(w, panel), g0 + g);
+        const float *scale = a->scale + 4 * ((size_t)row * a->n_group + g);
+        for (int k = 0; k < per; k++) {
+            int sc = kern_group_sc(group, k)[j];
+            float sa = scale[per == 1 ? 1 : 2 + k];
+            s = fmaf((float)(group_dot(w, group, k, a->q8 + ((size_t)row * a->n_group + g) * KERN_GROUP, j) * sc), scale[0], s);
+            if (w->has_m)
+                acc = fmaf(sa, (float)kern_group_mn(w, group)[j] * kern_f16_to_f32(head[KERN_PANEL + j]), acc);
+            else
+                s = fmaf(sa, (float)(-w->zero * sc), s);
+        }
+        if ((g0 + g) % KERN_SUPER == KERN_SUPER - 1 || g == a->n_group - 1) {
+            acc = fmaf(s, kern_f16_to_f32(head[j]), acc);
+            s = 0;
+        }
     }
     return acc;
 }
@@ -156,11 +194,11 @@ static void scalar_mul(const struct kern_packed *w, int panel, int g0, const str
                        int n_row, float *acc, void *scratch)
 {
     (void)scratch;
-    bool quant = w->form == KERN_P4 || w->form == KERN_P8;
+    float (*fn)(const struct kern_packed *, int, int, const struct kern_input *, int, int) =
+        w->super ? mul_super : kern_form_quant(w->form) ? mul_quant : mul_float;
     for (int r = 0; r < n_row; r++)
         for (int j = 0; j < KERN_PANEL; j++)
-            acc[r * KERN_PANEL + j] = quant ? mul_quant(w, panel, g0, a, row0 + r, j)
-                                            : mul_float(w, panel, g0, a, row0 + r, j);
+            acc[r * KERN_PANEL + j] = fn(w, panel, g0, a, row0 + r, j);
 }
 
 static void scalar_dot_f32(const float *w, int ldw, int n_w, const float *x, int ldx, int n_x, int n, float *out,
@@ -180,6 +218,6 @@ void kern_linear_scalar(struct kern_linear_fns *f)
     rows_fill(f);
     f->mul = scalar_mul;
     f->dot_f32 = scalar_dot_f32;
-    f->need[KERN_P4] = f->need[KERN_P8] = KERN_NEED_Q8;
-    f->need[KERN_PF32] = f->need[KERN_PF16] = f->need[KERN_PBF16] = KERN_NEED_F32;
+    for (enum kern_form i = 0; i < KERN_FORMS; i++)
+        f->need[i] = kern_form_quant(i) ? KERN_NEED_Q8 : KERN_NEED_F32;
 }
