@@ -39,7 +39,7 @@ from ggufshape import Shape
 HERE = os.path.dirname(os.path.abspath(__file__))
 ENGINE_ROWS = [("prefill", 512), ("prefill", 4096), ("decode", 0), ("decode", 4000)]
 SHAPE_ROWS = [("prefill", 512), ("decode", 0)]
-SHAPE_TYPES = [("Q4_K", "Q6_K"), ("Q8_0", "Q8_0"), ("BF16", "BF16")]
+SHAPE_TYPES = [("Q4_K", "Q6_K", "int8"), ("Q8_0", "Q8_0", "dot8"), ("BF16", "BF16", "bf16")]  # layers, output, the limit of products
 
 
 def say(text):
@@ -167,7 +167,7 @@ def shapes(a, rec):
     rec.limits()
     folder = a.cache or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "skvd")
     os.makedirs(folder, exist_ok=True)
-    for kind, embed in SHAPE_TYPES:
+    for kind, embed, product in SHAPE_TYPES:
         path = os.path.join(folder, "llama-3.2-1b-random.%s.gguf" % kind)
         if not os.path.exists(path):
             say("   writing " + path)
@@ -180,7 +180,7 @@ def shapes(a, rec):
             if a.llama:
                 list_.append(("llama.cpp", lambda w=what, k=n, p=path: peers.llama_row(a, p, w, k)))
             in_turn(a, rec, "shapes", "1B %s, %s %d" % (kind, what, n), list_,
-                    partial(limit_of, Shape(path), what, n, "bf16" if kind == "BF16" else "int8"))
+                    partial(limit_of, Shape(path), what, n, product))
 
 
 # ---- through the servers -----------------------------------------------------------------------------------------

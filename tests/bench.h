@@ -13,7 +13,8 @@
 /* What an operation is measured against. */
 enum bench_limit {
     BENCH_F32 = 0, /* multiplies and adds in f32: GFLOP/s */
-    BENCH_INT8,    /* the fastest 8-bit product of the ISA: GOP/s */
+    BENCH_INT8,    /* the fastest 8-bit product of the ISA, for weights of few bits: GOP/s */
+    BENCH_DOT8,    /* the same added into 32 bits, for weights of 8; where VNNI is, one instruction for both */
     BENCH_BF16,    /* bf16 products where the ISA has them, else as f32: GFLOP/s */
     BENCH_MEMORY,  /* bytes read: GB/s */
     BENCH_NONE,    /* only the time */

@@ -1,6 +1,6 @@
 /* bench_kernels.c - time the kernels: each operation's shape, time, rate and share of what this machine can do.
  *
- *   bench_kernels [--isa NAME] [--threads N] [--seconds S] [--filter TEXT] [--json] [--limits f32=G,int8=G,bf16=G,mem=G]
+ *   bench_kernels [--isa NAME] [--threads N] [--seconds S] [--filter TEXT] [--json] [--limits f32=G,int8=G,dot8=G,bf16=G,mem=G]
  *                 [--cpu-time]
  *
  * --cpu-time, with one thread: count the time that the thread ran, for comparisons on a machine that is busy.
@@ -16,8 +16,8 @@
 
 static void (*const groups[])(struct bench *b) = { bench_linear, bench_attn };
 
-static const char *const unit[BENCH_LIMITS] = { "GFLOP/s", "GOP/s", "GFLOP/s", "GB/s", "" };
-static const char *const limit_name[BENCH_LIMITS] = { "f32", "int8", "bf16", "mem", "" };
+static const char *const unit[BENCH_LIMITS] = { "GFLOP/s", "GOP/s", "GOP/s", "GFLOP/s", "GB/s", "" };
+static const char *const limit_name[BENCH_LIMITS] = { "f32", "int8", "dot8", "bf16", "mem", "" };
 
 static clockid_t clock_used = CLOCK_MONOTONIC;
 
@@ -81,7 +81,7 @@ double bench_run(struct bench *b, const char *name, const char *shape, double wo
 static void usage(void)
 {
     fprintf(stderr, "usage: bench_kernels [--isa NAME] [--threads N] [--seconds S] [--filter TEXT] [--json]\n"
-                    "                     [--cpu-time] [--limits f32=G,int8=G,bf16=G,mem=G]\n");
+                    "                     [--cpu-time] [--limits f32=G,int8=G,dot8=G,bf16=G,mem=G]\n");
     exit(2);
 }
 

@@ -25,7 +25,7 @@ static void mul_call(void *arg)
 
 static enum bench_limit limit_of(int type)
 {
-    return type == KERN_BF16 ? BENCH_BF16 : kern_type_block(type) == 1 ? BENCH_F32 : BENCH_INT8;
+    return type == KERN_BF16 ? BENCH_BF16 : kern_type_block(type) == 1 ? BENCH_F32 : type == KERN_Q8_0 ? BENCH_DOT8 : BENCH_INT8;
 }
 
 static void bench_mul(struct bench *b, int type, int rows, int cols)

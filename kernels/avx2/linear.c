@@ -287,7 +287,22 @@ INLINE void tile_packed(const struct source *s, const struct tile *t, int n_grou
     tile_store(out, acc, R);
 }
 
-/* q up to 255: even and odd bytes as 16-bit values against activations in the order 0 2 1 3. */
+/* sum += a vector's even (or odd) bytes, as 16-bit values, times those of R rows from x on, ld apart. */
+INLINE void wide_add(__m256i (*sum)[2], __m256i w0, __m256i w1, const int16_t *x, size_t ld, const int R, const bool first)
+{
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+        __m256i b = pair16(x + r * ld);
+        __m256i p0 = _mm256_madd_epi16(w0, b), p1 = _mm256_madd_epi16(w1, b);
+        sum[r][0] = first ? p0 : _mm256_add_epi32(sum[r][0], p0);
+        sum[r][1] = first ? p1 : _mm256_add_epi32(sum[r][1], p1);
+        KEEP(sum[r][0]);
+        KEEP(sum[r][1]);
+    }
+}
+
+/* q up to 255: even, then odd bytes as 16-bit values against activations in the order 0 2 1 3. One after the other, so that
+ * weights and sums of six rows fit the registers. */
 INLINE void tile_wide(const struct source *s, const struct tile *t, int n_group, float *out, const int R, const enum how how)
 {
     const __m256i low = _mm256_set1_epi16(0xff);
@@ -302,21 +317,9 @@ INLINE void tile_wide(const struct source *s, const struct tile *t, int n_group,
         __m256i sum[TILE][2];
 #pragma GCC unroll 8
         for (int v = 0; v < 8; v++) {
-            __m256i w0 = bytes_get(u, v, 0), w1 = bytes_get(u, v, 1);
-            __m256i e0 = _mm256_and_si256(w0, low), o0 = _mm256_srli_epi16(w0, 8);
-            __m256i e1 = _mm256_and_si256(w1, low), o1 = _mm256_srli_epi16(w1, 8);
-#pragma GCC unroll 6
-            for (int r = 0; r < R; r++) {
-                const int16_t *x = t->q16 + r * t->ld_q + (g * 8 + v) * 4;
-                __m256i be = pair16(x), bo = pair16(x + 2);
-                __m256i p0 = _mm256_madd_epi16(e0, be), p1 = _mm256_madd_epi16(e1, be);
-                sum[r][0] = v ? _mm256_add_epi32(sum[r][0], p0) : p0;
-                sum[r][1] = v ? _mm256_add_epi32(sum[r][1], p1) : p1;
-                sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(o0, bo));
-                sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(o1, bo));
-                KEEP(sum[r][0]);
-                KEEP(sum[r][1]);
-            }
+            const int16_t *x = t->q16 + (g * 8 + v) * 4;
+            wide_add(sum, _mm256_and_si256(bytes_get(u, v, 0), low), _mm256_and_si256(bytes_get(u, v, 1), low), x, t->ld_q, R, v == 0);
+            wide_add(sum, _mm256_srli_epi16(bytes_get(u, v, 0), 8), _mm256_srli_epi16(bytes_get(u, v, 1), 8), x + 2, t->ld_q, R, false);
         }
         _Alignas(32) float dm[2 * KERN_PANEL];
         size_t at = (size_t)g * KERN_PANEL;
